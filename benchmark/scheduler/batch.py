@@ -48,6 +48,7 @@ class Output:
 class SimulatedEngine:
     is_async = True
     tiers = ()
+    bounded = ()
     eos_token_ids = frozenset({1})
     limits = Limits(max_model_len=16_384, vocab_size=150_000)
     max_running_requests, page_size, num_pages = 256, 64, 16_384

@@ -69,6 +69,7 @@ class InstantEngine:
 
     is_async = True
     tiers = ()
+    bounded = ()
     eos_token_ids = frozenset({1, 2})
     limits = Limits(max_model_len=16_384, vocab_size=150_000)
 

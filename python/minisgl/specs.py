@@ -5,16 +5,19 @@ from __future__ import annotations
 import math
 from dataclasses import dataclass
 
+from minisgl.layout import FULL
+
 
 @dataclass(frozen=True, slots=True)
 class Paged:
-    """State of each token, in pages that live as long as the text. `shape` is one token's on one rank.
+    """State of each token, in pages of a `group` of `layout`. `shape` is one token's on one rank.
 
     A page is [*shape[:-1], page size, shape[-1]]: what one head has of a page is contiguous.
     """
 
     name: str
     shape: tuple[int, ...]
+    group: int = FULL
 
     def page_shape(self, page_size: int) -> tuple[int, ...]:
         """Return the shape of a page."""
@@ -29,7 +32,8 @@ class Paged:
 class GroupedQuery:
     """Causal attention in which several query heads read one KV head (arXiv:2305.13245). Counts are one rank's.
 
-    Scores are multiplied by `scale`. A query attends to `window` positions, its own included; None means all.
+    Scores are multiplied by `scale`. A query attends to `window` positions, its own included; None means all. K and V
+    are in pages of `group`.
     """
 
     heads: int
@@ -37,8 +41,9 @@ class GroupedQuery:
     head_dim: int
     scale: float
     window: int | None = None
+    group: int = FULL
 
     @property
     def state(self) -> Paged:
         """What a layer keeps of each token: K and V."""
-        return Paged("kv", (2, self.kv_heads, self.head_dim))
+        return Paged("kv", (2, self.kv_heads, self.head_dim), self.group)

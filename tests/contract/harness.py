@@ -71,10 +71,10 @@ class MiniEngine(Stepper):
         store.poison(range(num_pages))
         state = RowState(ROWS, -(-config.max_position_embeddings // page_size), CPU)
         # Unmapped entries point at an unowned page: reading them would show up as NaN.
-        state.page_table.fill_(num_pages - 1)
+        state.page_tables.fill_(num_pages - 1)
         specs = [AttentionSpec("cpu", dtype, kind, page_size, ROWS) for kind in model.mixers]
         kinds = resolve_attention(attention, specs, table)
         penalties = LogitPenalties(ROWS, config.vocab_size, 8, DEVICE)
         vocab = VocabParallel(comm, config.vocab_size)
-        parts = Parts(DEVICE, table, model, store, kinds, state, penalties, comm, vocab)
+        parts = Parts(DEVICE, table, model, (store,), kinds, state, penalties, comm, vocab)
         return cls(EagerRunner(parts), num_pages - 1)

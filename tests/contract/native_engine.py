@@ -25,17 +25,20 @@ class NativeEngine:
     """Pages are poisoned at the start and mapped in random order when first needed."""
 
     engine: Engine
-    free: list[int] = field(default_factory=list)
+    free: list[list[int]] = field(default_factory=list)  # pages of each group
 
     def __post_init__(self) -> None:
         (runner,) = self.engine.runners
         assert isinstance(runner, NativeRunner), "the native step is not there"
         self.runner = runner
-        for tensor in self.engine.parts.store.tensors:
-            tensor.view(torch.uint8).fill_(0xFF)  # NaN in every type
+        for store in self.engine.parts.stores:
+            for tensor in store.tensors:
+                tensor.view(torch.uint8).fill_(0xFF)  # NaN in every type
         self.size = self.engine.page_size
-        self.free = np.random.default_rng(0).permutation(self.engine.num_pages).tolist()
-        self.mapped: list[list[int]] = [[] for _ in range(ROWS)]
+        rng = np.random.default_rng(0)
+        self.free = [rng.permutation(count).tolist() for count in self.engine.memory.num_pages]
+        self.maps: list[list[list[int]]] = [[[] for _ in range(ROWS)] for _ in self.free]
+        self.mapped = self.maps[FULL]
 
     @classmethod
     def load(
@@ -66,9 +69,9 @@ class NativeEngine:
     def share_prefix(self, source: int, target: int, tokens: int) -> None:
         """Let row `target` begin with the pages that hold the first `tokens` (whole pages) of row `source`."""
         assert tokens % self.size == 0 and not self.mapped[target]
-        self.mapped[target] = self.mapped[source][: tokens // self.size]
-        table = self.engine.parts.state.page_table
-        table[target, : len(self.mapped[target])] = torch.tensor(self.mapped[target], dtype=torch.int32)
+        for mapped, table in zip(self.maps, self.engine.parts.state.page_tables, strict=True):
+            mapped[target] = mapped[source][: tokens // self.size]
+            table[target, : len(mapped[target])] = torch.tensor(mapped[target], dtype=torch.int32)
 
     def step(
         self, spans: list[Span], flags: int = 0, rows: np.ndarray | None = None, masks: np.ndarray = NO_MASKS
@@ -77,8 +80,9 @@ class NativeEngine:
         pages = []
         for span in spans:
             while len(self.mapped[span.row]) * self.size < span.stop:
-                pages.append((FULL, span.row, len(self.mapped[span.row]), self.free[-1]))
-                self.mapped[span.row].append(self.free.pop())
+                for group, (mapped, free) in enumerate(zip(self.maps, self.free, strict=True)):
+                    pages.append((group, span.row, len(mapped[span.row]), free[-1]))
+                    mapped[span.row].append(free.pop())
         slots = [(s.row, s.start, s.stop, (Flag.SAMPLES | flags) if s.samples else 0) for s in spans]
         self.plan = BatchPlan(
             0,

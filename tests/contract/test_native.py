@@ -165,9 +165,10 @@ def test_a_cache_of_8_bits(tmp_path: Path, isa: str, shape: str, page_size: int)
     for spans in steps:
         plain.step(spans)
         assert_close(engine.step(spans), eager.logits_of(engine.plan), 0.01)
-    pages, (data, scales) = plain.mapped[0], engine.engine.parts.store.tensors
-    (plain_data,) = plain.engine.parts.store.tensors
-    assert pages == engine.mapped[0]
+    group = engine.engine.parts.model.states[0].spec.group
+    pages, (data, scales) = plain.maps[group][0], engine.engine.parts.stores[group].tensors
+    (plain_data,) = plain.engine.parts.stores[group].tensors
+    assert pages == engine.maps[group][0]
     for i, page in enumerate(pages):
         used = min(page_size, len(A) - i * page_size)
         keys, values = plain_data[0, page]  # [heads, dim, page] and [heads, page, dim] in float32
@@ -308,7 +309,7 @@ def test_a_row_that_is_not_finite_is_told(tmp_path: Path, isa: str):
     engine = NativeEngine.load(checkpoint.folder)
     engine.step([Span(0, 0, A), Span(1, 0, B)])
     page = engine.mapped[0][-1]
-    engine.engine.parts.store.poison([page])
+    engine.engine.parts.stores[0].poison([page])
     engine.step([Span(0, 90, [1]), Span(1, 37, [1])])
     assert engine.ok.tolist() == [0, 1] and engine.tokens[0] == 0
 

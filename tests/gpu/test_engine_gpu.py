@@ -24,7 +24,7 @@ from minisgl.engine.config import resolve
 from minisgl.engine.engine import Engine
 from minisgl.engine.graphs.capture import TAILS, tail_of
 from minisgl.engine.trial import trial_plan
-from minisgl.layout import Flag
+from minisgl.layout import FULL, Flag
 from minisgl.settings.options import EngineConfig
 
 FILLER = "The grass is green. The sky is blue. The sun is yellow. Here we go. There and back again. "
@@ -300,7 +300,7 @@ def test_plain_rows_keep_their_bits_beside_penalized_rows():
 def test_logits_are_close_to_cpu(dtype: str):
     """Relative error of a prompt's last logits: float32 1e-5 (measured on an H200: see docs), half precisions 2e-2."""
     ids = np.arange(40, 240, dtype=np.int32)
-    plan = trial_plan([(0, 0, len(ids), Flag.SAMPLES)], ids, [(0, i, i) for i in range(16)])
+    plan = trial_plan([(0, 0, len(ids), Flag.SAMPLES)], ids, [(FULL, 0, i, i) for i in range(16)])
     logits = {}
     for device, number in (("cpu", "float32"), ("cuda", dtype)):
         config = EngineConfig(device=device, dtype=number, num_pages=20, page_size=16, cuda_graph_max_bs=0)

@@ -6,7 +6,7 @@ import numpy as np
 import torch
 
 from minisgl.core import Batch, Sampling, SeqLayout, StepShape
-from minisgl.layout import FULL, NO_SLOTS
+from minisgl.layout import FULL, NO_SLOTS, WINDOW
 from minisgl.triton import decode_io
 
 CAPACITY, PAGE, ROWS, WIDTH = 6, 4, 7, 5
@@ -14,23 +14,25 @@ FLAGS, PLACES = [2, 70, 6], [8, 0, 0]
 
 
 def test_begin_derives_what_a_step_needs_and_pads_with_the_idle_row():
-    table = torch.arange(ROWS * WIDTH, dtype=torch.int32).view(ROWS, WIDTH) + 100
+    table = torch.arange(2 * ROWS * WIDTH, dtype=torch.int32).view(2, ROWS, WIDTH) + 100
     expected_table = table.clone()
     last_token = torch.arange(ROWS, dtype=torch.int32) * 11
     turn = torch.tensor([5], dtype=torch.int32)  # slot 1 of the ring
     ring = decode_io.input_ring(CAPACITY, 40, pin=False)
     rows, stops = [3, 0, 5], [9, 1, 17]
-    writes = [(3, 2, 901), (5, 4, 902), *((0, i % WIDTH, 903) for i in range(1, 4)), *((2, 0, 904) for _ in range(20))]
+    writes = [(FULL, 3, 2, 901), (FULL, 5, 4, 902), *((FULL, 0, i % WIDTH, 903) for i in range(1, 4))]
+    writes += [(WINDOW, 5, 4, 55), *((FULL, 2, 0, 904) for _ in range(20)), (WINDOW, 0, 1, 56)]
     slot = ring[1].numpy()
     slot[:2] = len(rows), len(writes)
     slot[2 : 2 + 3], slot[2 + CAPACITY : 5 + CAPACITY] = rows, stops
     slot[2 + 2 * CAPACITY : 2 + 3 * CAPACITY] = [*FLAGS, 9, 9, 9]  # behind those in use stands what was there before
     slot[2 + 3 * CAPACITY : 5 + 3 * CAPACITY] = PLACES
-    slot[2 + 4 * CAPACITY : 2 + 4 * CAPACITY + 4 * len(writes)] = np.array([(FULL, *w) for w in writes]).reshape(-1)
-    for row, index, page in writes:
-        expected_table[row, index] = page
+    slot[2 + 4 * CAPACITY : 2 + 4 * CAPACITY + 4 * len(writes)] = np.array(writes).reshape(-1)
+    for group, row, index, page in writes:
+        expected_table[group, row, index] = page
     size = 5
-    out_rows, out_loc = (torch.full((size,), -7, dtype=torch.int64) for _ in range(2))
+    out_rows, *out_locs = torch.full((3, size), -7)
+    out_loc = torch.stack(out_locs)
     ints = [torch.full((size,), -7, dtype=torch.int32) for _ in range(6)]
     rows32, kv_lens, positions, ids, flags, places = ints
     batch = Batch(
@@ -53,8 +55,9 @@ def test_begin_derives_what_a_step_needs_and_pads_with_the_idle_row():
     assert ids.tolist() == [33, 0, 55, 66, 66]
     assert flags.tolist() == [*FLAGS, 0, 0] and places.tolist()[: len(rows)] == PLACES
     assert torch.equal(table, expected_table)
-    pages = [901, int(table[0, 0]), 902, int(table[idle, 0]), int(table[idle, 0])]
-    assert out_loc.tolist() == [p * PAGE + i % PAGE for p, i in zip(pages, [8, 0, 16, 0, 0], strict=True)]
+    full, window = (found[[3, 0, 5, idle, idle], [2, 0, 4, 0, 0]] * PAGE for found in table.long())
+    assert full[0] == 901 * PAGE and window[2] == 55 * PAGE
+    assert torch.equal(out_loc, torch.stack([full, window]))
     assert turn.item() == 6
 
 

@@ -30,7 +30,7 @@ from minisgl.engine.runner import EagerRunner, Parts
 from minisgl.engine.state import LogitPenalties, RowState
 from minisgl.engine.trial import trial_plan
 from minisgl.layers.linear import Stream
-from minisgl.layout import FULL, NO_INTS, NO_MASKS, PAGE_WRITE, PROPOSAL, PROPOSED, ROW_STATE, SLOT, Flag
+from minisgl.layout import FULL, NO_INTS, NO_MASKS, PAGE_WRITE, PROPOSAL, PROPOSED, ROW_STATE, SLOT, WINDOW, Flag
 from minisgl.ops.table import load_ops
 from minisgl.params import Grammar, SamplingParams
 from minisgl.scheduler.plan import decode_flags, penalty_record, row_fields, sampling_flags
@@ -96,7 +96,12 @@ class Table:
 
     def hidden(self, input_ids: torch.Tensor, context: Any) -> Stream:
         rows = context.batch.token_rows.long()
-        at = (input_ids * 31 + context.batch.positions * 7).long() + context.attention[0] * 3 + rows
+        at = (
+            (input_ids * 31 + context.batch.positions * 7).long()
+            + context.attention[0] * 3
+            + context.attention[1] * 5
+            + rows
+        )
         half = self.table[at % 97] / 2
         if self.repeats:
             positions = context.batch.positions.long()
@@ -147,13 +152,13 @@ class Head(DraftModel):
 def parts(ops: str | None = None, *, has_model: bool = False) -> Parts:
     """With drafts, if `ops` names those of the drafter."""
     comm, device = SoloCommunicator(ALONE, CPU), Device(1)
-    state = RowState(ROWS + 1, WIDTH, CPU)
-    state.page_table.fill_(ROWS * WIDTH)
+    state = RowState(ROWS + 1, WIDTH, CPU, groups=2)
+    state.page_tables.fill_(ROWS * WIDTH)
     vocab, pool = VocabParallel(comm, VOCAB), SimpleNamespace(page_size=PAGE, num_pages=ROWS * WIDTH + 1)
     penalties = LogitPenalties(ROWS + 1, VOCAB, 8, device)
     penalties.seen.fill_(77)  # unwritten
-    attention = SimpleNamespace(prepare=lambda batch, page_table, out_loc: out_loc)
-    played: Any = (Table(ops is not None), pool, (attention,))
+    attention = [SimpleNamespace(group=i, prepare=lambda batch, page_table, out_loc: out_loc) for i in (FULL, WINDOW)]
+    played: Any = (Table(ops is not None), (pool, pool), attention)
     drafting = None
     if ops is not None:
         drafter = Head() if has_model else NGramDrafter(load_ops(ops))
@@ -181,6 +186,7 @@ class Traffic:
             slots.append((row, 0, count, Flag.SAMPLES | sampling_flags(req)))
             tokens.append(req.ids)
             pages += [(FULL, row, i, row * WIDTH + i) for i in range(WIDTH)]
+            pages += [(WINDOW, row, i, row * WIDTH + (3 * i) % WIDTH) for i in range(WIDTH)]
             states.append((row, row_fields(req)))
             if p.has_penalties:
                 penalties.append(penalty_record(req, row, frozenset({2})))
@@ -266,7 +272,7 @@ def runners(monkeypatch: pytest.MonkeyPatch) -> Callable[[], tuple[EagerRunner, 
         eager: Any = EagerRunner(captured)
         decode = graph.GraphRunner(captured, [1, 2, 4, ROWS], capture)  # type: ignore[arg-type]
         tokens = token_graph.MixedGraphRunner(captured, capture, 48, ROWS, 1 + DRAFTS * drafts)  # type: ignore[arg-type]
-        captured.state.page_table.fill_(ROWS * WIDTH)
+        captured.state.page_tables.fill_(ROWS * WIDTH)
         return EagerRunner(parts("reference" if drafts else None, has_model=has_model)), [decode, tokens, eager]
 
     return made

@@ -53,6 +53,7 @@ from simulation.server import (
 from simulation.world import SimulatedLoop, World
 from support.fake_engine import FakeEngine, expected_output
 from support.fake_grammar import FakeMatcher
+from support.traces import random_bounded
 
 TIERS = TierSpec("host", 20, 1e-6), TierSpec("disk", 40, 1e-6, lasts=True)
 BUSY_S = 2.0  # in which the clients come
@@ -151,6 +152,7 @@ class History:
         pages = -(-MAX_LEN // page_size)
         self.vocab = rng.choice((7, len(BYTES)))  # the smaller, the sooner an EOS
         tiers = [tier for tier in TIERS if rng.random() < 0.3]
+        kinds = "" if tiers else ("", "window", "state", "window state")[seed // 5 % 4]  # of bounded state
         is_damaged = bool(tiers) and rng.random() < 0.5
         new_engine = partial(
             FakeEngine,
@@ -161,6 +163,7 @@ class History:
             vocab=self.vocab,
             late=rng.choice((1, 3)),
             tiers=tiers,
+            bounded=random_bounded(kinds, seed, page_size),
         )
 
         def make_engine() -> FakeEngine:

@@ -191,7 +191,7 @@ class SimulatedServer:
         scheduler = Scheduler(args.scheduler, engine, io, grammars, clock=self.world.loop.time)
         self.schedulers[name] = scheduler
         scheduler.depth = self.depth
-        scheduler.cache.on_free = engine.poison
+        engine.watch(scheduler.cache)
         if not self.checks_steps:
             scheduler._check = None
         return name

@@ -5,21 +5,27 @@ prefix sharing, chunking or preemption changes the text, and a request's output 
 its prompt (`expected_output`). Like a slow device, the engine executes a step only when its result is awaited or `late`
 newer steps have been launched: pages that the host frees too early are read as poison. Copies between pages and the
 slots of tiers run as early or as late as they may, at random.
+
+With bounded state, windowed layers store the tokens in pages of their own, and read a window. A recurrent layer keeps a
+checksum in the row's slot. Both must agree with the text.
 """
 
 from __future__ import annotations
 
 import random
 import zlib
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import replace
+from functools import partial
 
 import numpy as np
 
 from minisgl.core import BatchPlan, StepCosts, StepResult
+from minisgl.kvcache.snapshots import Bounded, IdPool
 from minisgl.kvcache.tiers import TierSpec
-from minisgl.layout import LOAD, Flag
+from minisgl.layout import FULL, LOAD, STATE, WINDOW, Flag
 from minisgl.params import Limits
+from minisgl.scheduler.cache import CacheManager
 from support.fake_grammar import FakeMatcher
 
 EOS = 0
@@ -108,6 +114,7 @@ class FakeEngine:
         late: int = 1,
         costs: StepCosts | None = None,
         tiers: Sequence[TierSpec] = (),
+        bounded: Sequence[Bounded] = (),
     ) -> None:
         self.num_pages, self.page_size, self.max_running_requests = num_pages, page_size, rows
         self.limits = Limits(max_model_len=max_model_len, vocab_size=vocab)
@@ -123,6 +130,14 @@ class FakeEngine:
         self.draft_luck = 0.8  # how often a draft is right
         self.num_right = 0
         self.tiers = [*tiers]
+        self.bounded = [*bounded]
+        sizes = {b.group: b.capacity for b in bounded}
+        self.window, self.has_state = max((b.window for b in bounded), default=0), STATE in sizes
+        self.windows = np.full((sizes.get(WINDOW, 0) + 1, page_size), POISON, np.int64)  # the last is nobody's
+        self.window_table = np.full_like(self.page_table, -1)
+        self.states = np.full((sizes.get(STATE, 0) + 1, 2), POISON, np.int64)  # number of tokens, and their checksum
+        self.slot_of = np.full(rows, -1)
+        self.num_copies = [0, 0]  # restores and captures of snapshots
         self.slots: list[dict[int, tuple[int, np.ndarray]]] = [{} for _ in tiers]  # slot -> (name, page)
         self.damaged: set[tuple[int, int]] = set()  # (tier, slot) whose next load finds a damaged page
         self.num_moves = [0, 0]  # pages stored and loaded
@@ -157,9 +172,19 @@ class FakeEngine:
         while output.result is None:
             self.pending.pop(0).run()
 
-    def poison(self, pages: list[int]) -> None:
+    def watch(self, cache: CacheManager) -> None:
+        """Poison whatever becomes free in `cache`."""
+        cache.on_free = self.poison
+        for pool in [] if cache.bounded is None else cache.bounded.pools:
+            pool.give = partial(self._poison_given, pool, pool.give)  # type: ignore[method-assign]
+
+    def _poison_given(self, pool: IdPool, give: Callable[[list[int]], None], ids: list[int]) -> None:
+        self.poison(ids, pool.group)
+        give(ids)
+
+    def poison(self, pages: list[int], group: int = FULL) -> None:
         """What a free page holds; called at once, not in device order, to punish early frees."""
-        self.kv[pages] = POISON
+        (self.kv, self.windows, self.states)[group][pages] = POISON
 
     def move(self, move: tuple[int, ...]) -> None:
         """Copy a page to a slot or back, once, after the earlier moves of this page or slot."""
@@ -185,8 +210,11 @@ class FakeEngine:
         for move in [*self.moves]:
             if move[0] in written or (move in moves and move[3] == LOAD):
                 self.move(move)
-        for _, row, index, page in plan.page_writes.tolist():
-            self.page_table[row, index] = page
+        for group, row, index, page in plan.page_writes.tolist():
+            (self.page_table, self.window_table, self.slot_of[:, None])[group][row, index] = page
+        self.captures = plan.captures.tolist()
+        for group, source, target, row, length in plan.restores.tolist():
+            self.copy(group, source, target, row, length)
         if self.costs is not None:
             self.seconds += step_seconds(self.costs, plan)
         tokens, prompt_ids = plan.tokens.tolist(), plan.prompt_logprob_ids.tolist()
@@ -224,12 +252,12 @@ class FakeEngine:
             else:
                 ids, tokens = tokens[: stop - start], tokens[stop - start :]
             for position, token in zip(range(start, stop), ids, strict=True):
-                page = self.page_table[row, position // self.page_size]
-                self.kv[page, position % self.page_size] = token
+                self._store(row, position, token)
             pages = self.page_table[row, : -(-stop // self.page_size)]
             sequence = self.kv[pages].reshape(-1)[:stop]
             is_damaged = self._is_damaged(row, stop)
             assert is_damaged or (sequence >= 0).all(), f"row {row} reads what was freed or never written: {sequence}"
+            self._check_state(row, sequence)
             if flags & Flag.SAMPLES:
                 allowed = masks.pop(0) if flags & Flag.MASKED else None
                 self.last_token[row] = next_token(sequence, self.vocab, allowed)
@@ -242,6 +270,10 @@ class FakeEngine:
                 count = stop - start - bool(flags & Flag.SAMPLES)
                 ids, prompt_ids = prompt_ids[:count], prompt_ids[count:]
                 prompt_logprobs += [logprob_column(p, t) for p, t in zip(range(start + 1, stop + 1), ids, strict=False)]
+        for group, source, target, row, length in self.captures:
+            assert group != STATE, f"no chunk of row {row} comes to {length} tokens"
+            self.copy(group, source, target, row, length)
+        self.num_copies = [self.num_copies[0] + len(plan.restores), self.num_copies[1] + len(plan.captures)]
         assert not tokens, "the plan has tokens that no slot takes"
         assert not masks, "the plan has masks that no slot takes"
         assert not prompt_ids, "the plan has prompt token ids that no slot takes"
@@ -250,6 +282,38 @@ class FakeEngine:
         tokens, oks, flags, counts = (np.array(x, np.int32) for x in (sampled, finite, confirmed, ready))
         drafts = {"confirmed": flags, "ready": counts} if plan.has_drafts else {}
         return StepResult(tokens, oks, columns if has_logprobs else None, **drafts)
+
+    def copy(self, group: int, source: int, target: int, row: int, length: int) -> None:
+        """Copy a window's page or a state between a row and a snapshot."""
+        data = (self.kv, self.windows, self.states)[group]
+        assert (data[source] != POISON).all(), f"row {row}, {length} tokens: {source} of group {group} is free"
+        data[target] = data[source]
+
+    def _store(self, row: int, position: int, token: int) -> None:
+        """Store what layers keep of a token, read what those with a window read, and capture the state behind it."""
+        page, offset = divmod(position, self.page_size)
+        self.kv[self.page_table[row, page], offset] = token
+        if self.window:
+            assert self.window_table[row, page] >= 0, f"row {row} has no window page {page}"
+            self.windows[self.window_table[row, page], offset] = token
+            read = np.arange(max(0, position + 1 - self.window), position + 1)
+            pages, offsets = read // self.page_size, read % self.page_size
+            window = self.windows[self.window_table[row, pages], offsets]
+            text = self.kv[self.page_table[row, pages], offsets]
+            assert (window == text).all(), f"row {row} has at {position} the window {window} of {text}"
+        if self.has_state:
+            slot = self.slot_of[row]
+            length, state = self.states[slot].tolist() if position else (0, 0)
+            assert length == position, f"row {row} computes position {position} from a state of {length} tokens"
+            self.states[slot] = position + 1, zlib.crc32(token.to_bytes(4, "little"), state)
+            for capture in [c for c in self.captures if c[0] == STATE and c[3:] == (row, position + 1)]:
+                self.copy(*capture)
+                self.captures.remove(capture)
+
+    def _check_state(self, row: int, sequence: np.ndarray) -> None:
+        if self.has_state:
+            state = [len(sequence), zlib.crc32(sequence.astype("<i4").tobytes())]
+            assert self.states[self.slot_of[row]].tolist() == state, f"row {row} has another state than {sequence}"
 
     def _is_damaged(self, row: int, length: int) -> bool:
         pages = self.page_table[row, : -(-length // self.page_size)]
@@ -283,8 +347,11 @@ class FakeEngine:
         assert 0 <= first <= start, f"row {row} has {first + 1} tokens, the plan allows {start + 1}"
         tokens = [int(self.last_token[row]), *self.drafts[row, : stop - start - 1].tolist()]
         self.history[row, first] = tokens[0]
+        states = []
         for position, token in enumerate(tokens, first):
-            self.kv[self.page_table[row, position // self.page_size], position % self.page_size] = token
+            self._store(row, position, token)
+            self._check_state(row, self._read(row, position + 1))
+            states.append(self.states[self.slot_of[row : row + 1]].copy())
         known = self.history[row, : first + 1]
         sequence = self._read(row, first + 1)
         assert ((known == sequence) | (known == POISON)).all(), f"the history of row {row} is {known}, not {sequence}"
@@ -293,6 +360,8 @@ class FakeEngine:
         right = int(np.cumprod(np.equal(sampled[:-1], tokens[1:])).sum())
         for position in range(first + 1 + right, first + len(tokens)):  # what nobody may read
             self.kv[self.page_table[row, position // self.page_size], position % self.page_size] = POISON
+            self.windows[self.window_table[row, position // self.page_size], position % self.page_size] = POISON
+        self.states[self.slot_of[row : row + 1]] = states[right]
         return sampled
 
     def _propose(self, row: int, confirmed: Sequence[int]) -> int:

@@ -11,7 +11,9 @@ from functools import partial
 import numpy as np
 
 from minisgl.core import FinishReason, StepCosts
+from minisgl.kvcache.snapshots import Bounded, ids_per_row
 from minisgl.kvcache.tiers import TierSpec
+from minisgl.layout import STATE, WINDOW
 from minisgl.message import AbortMsg, UserMsg, ids_from_bytes, ids_to_bytes
 from minisgl.params import Grammar, SamplingParams
 from minisgl.scheduler.grammars import Grammars
@@ -43,7 +45,7 @@ class Harness:
         grammars = Grammars(FakeCompiler(fake.vocab), self.compiling)
         self.scheduler = Scheduler(self.config, fake, self.io, grammars)
         self.scheduler.depth = self.depth
-        self.scheduler.cache.on_free = fake.poison
+        fake.watch(self.scheduler.cache)
 
     def die(self, fake: FakeEngine) -> None:
         """Lose the scheduler with all steps in flight: its requests go on in another one, on the engine `fake`."""
@@ -159,11 +161,12 @@ def run_random_trace(
     tiers: Sequence[TierSpec] = (),
     damage: float = 0.0,
     deaths: int = 0,
+    bounded: str = "",
 ) -> tuple[Harness, Counter[str]]:
     """Random arrivals with shared prefixes, chunked prompts, aborts, EOS, tight pools; all rules checked throughout.
 
     So many `deaths` of the scheduler happen on the way. In each step a stored page is damaged with the probability
-    `damage`.
+    `damage`. `bounded` names the bounded state that rows have: "window", "state", or "window state".
     """
     rng = random.Random(seed)
     page_size = rng.choice((1, 2, 4, 8))
@@ -182,6 +185,7 @@ def run_random_trace(
         costs=costs,
         late=rng.choice((1, 3)),
         tiers=tiers,
+        bounded=random_bounded(bounded, seed, page_size),
     )
 
     def make_engine() -> FakeEngine:
@@ -230,6 +234,15 @@ def run_random_trace(
     h.finish_all()
     h.check_outputs()
     return h, Counter(h.endings.values())
+
+
+def random_bounded(kinds: str, seed: int, page_size: int) -> list[Bounded]:
+    """Return bounded state of these `kinds`, "window" and "state", with and without room for snapshots."""
+    rng, window = random.Random(seed), random.Random(seed).choice((1, 3, 8, 20))
+    pages = ids_per_row(window, page_size)
+    pages = rng.choice((pages, 2 * pages + 4, 6 * pages, 9 * pages))
+    both = Bounded(WINDOW, pages, window), Bounded(STATE, rng.choice((1, 2, 5, 20)))
+    return [bounded for bounded, kind in zip(both, ("window", "state"), strict=True) if kind in kinds]
 
 
 def digest_of_plans() -> str:

@@ -59,9 +59,9 @@ class StepAttention(ABC):
     def forward(self, q: Tensor, pages: Pages) -> Tensor:
         """Attend: q [T, Hq, D], pages [P, 2, Hk, page, D] of a layer -> contiguous [T, Hq, D].
 
-        The pages have the K/V of this step's tokens. Slots at or beyond a sequence's kv_len and unowned pages may have
-        any values, NaN included. Other sequences of the batch may change only the last bits of a sequence's result, by
-        the split of its sums.
+        The pages have the K/V of this step's tokens. Slots at or beyond a sequence's kv_len, pages behind the window
+        and unowned pages may have any values, NaN included. Other sequences of the batch may change only the last bits
+        of a sequence's result, by the split of its sums.
         """
 
 
@@ -91,6 +91,7 @@ class Attention:
 
     def __init__(self, prefill: AttentionBackend, decode: AttentionBackend) -> None:
         self.prefill, self.decode = prefill, decode
+        self.group = prefill.spec.kind.group
         self.name = prefill.name if prefill is decode else f"{prefill.name},{decode.name}"
 
     def prepare(self, batch: Batch, page_table: Tensor, out_loc: Tensor) -> StepAttention:

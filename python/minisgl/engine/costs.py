@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import statistics
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 
 import numpy as np
@@ -17,7 +17,7 @@ import numpy as np
 from minisgl.core import DRAFT_CONTEXT, BatchPlan, Points, StepCosts
 from minisgl.engine.config import EngineSpec
 from minisgl.engine.trial import Slot, spread_plan, unknown_histories
-from minisgl.layout import MAX_DRAFT_TOKENS, NO_INTS, NO_PAGE_WRITES, PROPOSAL, Flag
+from minisgl.layout import FULL, MAX_DRAFT_TOKENS, NO_INTS, NO_PAGE_WRITES, PROPOSAL, Flag
 from minisgl.settings.options import MAX_DRAFTS
 
 DECODES = Flag.SAMPLES | Flag.FROM_DEVICE
@@ -38,9 +38,9 @@ Run = Callable[[BatchPlan], Callable[[], object]]
 """Launches a plan and returns a function that waits for its result."""
 
 
-def measure_costs(run: Run, spec: EngineSpec, num_pages: int, is_async: bool) -> StepCosts:
-    """Fit `StepCosts` to a few timed steps. The steps overwrite pages, so no page may be in use yet."""
-    longest = min(spec.max_seq_len, num_pages * spec.page_size) - 1
+def measure_costs(run: Run, spec: EngineSpec, num_pages: Sequence[int], is_async: bool) -> StepCosts:
+    """Fit `StepCosts` to a few timed steps. The steps overwrite pages of each group, so none may be in use yet."""
+    longest = min(spec.max_seq_len, num_pages[FULL] * spec.page_size) - 1
     pipelined = PIPELINED if is_async else 1
     adapts = not is_async and spec.info.size == 1
     repeats = REPEATS if is_async else CPU_REPEATS if adapts else 1

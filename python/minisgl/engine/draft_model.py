@@ -15,7 +15,7 @@ from minisgl.core import Batch, BatchPlan, Sampling, SeqLayout, StepShape
 from minisgl.distributed.tensor_parallel import VocabParallel
 from minisgl.engine.batch import make_batch, moved
 from minisgl.layers.builder import Builder
-from minisgl.layout import NO_SLOTS, Flag
+from minisgl.layout import FULL, NO_SLOTS, Flag
 from minisgl.models.weight import load_model
 from minisgl.settings.options import MAX_DRAFTS
 from minisgl.speculative.eagle3 import Eagle3Head
@@ -95,7 +95,7 @@ class DraftModel(ABC):
         inputs [3, R] int32 are rows, numbers of drafts, and flags; `flags` is the union of the latter. The drafts are
         stored in `drafting.history`. In a pass that makes no draft for a row, the dummy row (the last one) replaces it.
         """
-        history, page_table = drafting.history, self.parts.state.page_table
+        history, dummy_row = drafting.history, len(self.parts.state.last_token) - 1
         wanted, counts, row_flags = inputs[0].long(), inputs[1], inputs[2]
         lengths = drafting.lengths[wanted].long()
         history[wanted, (lengths - 1).clamp(min=0)] = drafting.last_token[wanted]
@@ -103,7 +103,7 @@ class DraftModel(ABC):
         ends = torch.arange(len(wanted) + 1, dtype=torch.int32, device=inputs.device)
         for i in range(self.first, self.spec.max_queries - 1):
             takes_part = counts > max(i, 0)
-            rows = torch.where(takes_part, wanted, len(page_table) - 1)
+            rows = torch.where(takes_part, wanted, dummy_row)
             at = torch.where(takes_part, lengths - 1 + i - self.ahead, 0).int()  # slots
             ids = history[rows, at.long() + self.ahead].clamp(0, self._vocab_size - 1)
             sampling = Sampling(rows, at + 1 + self.ahead, row_flags, torch.zeros_like(at), flags)
@@ -238,11 +238,11 @@ def make_draft_model(parts: Parts, spec: EngineSpec, holds: Callable[[Format], b
         model = load_model(
             source.folder, source.model, spec.dtype, device, parts.ops, spec.dummy_weight, comm=parts.comm, holds=holds
         )
-        parts.store.add(model.states)
+        parts.stores[FULL].add(model.states)
         attention = own.attention(model.mixers, device.type, parts.ops)
         return SmallModel(replace(parts, model=model, attention=attention), own)
     head = Eagle3Head(Builder(parts.ops, spec.dtype, device.torch_device, parts.comm), source)
-    parts.store.add(head.states)
+    parts.stores[FULL].add(head.states)
     head.load(source, spec.model.vocab_size, device, spec.dummy_weight)
     attention = own.attention(head.mixers, device.type, parts.ops)
     return Eagle3(replace(parts, attention=attention), own, head, source.layers)

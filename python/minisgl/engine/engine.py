@@ -18,8 +18,10 @@ from minisgl.engine.drafting import Drafting
 from minisgl.engine.memory import plan_memory
 from minisgl.engine.runner import NO_TOKENS, RUNNERS, ForwardOutput, Parts, Runner
 from minisgl.engine.state import LogitPenalties, RowState
+from minisgl.kvcache.snapshots import Bounded
 from minisgl.kvcache.storage import DiskStore, HostStore, Mover
 from minisgl.kvcache.store import StateStore
+from minisgl.layout import FULL, STATE, WINDOW
 from minisgl.models.weight import load_model
 from minisgl.ops.quantized import E4M3, made
 from minisgl.ops.table import resolve_ops
@@ -28,8 +30,13 @@ from minisgl.process.log import Progress, tell
 from minisgl.speculative import DRAFTERS
 
 if TYPE_CHECKING:
+    from collections.abc import Sequence
+
+    from torch import Tensor
+
     from minisgl.core import BatchPlan, StepCosts
     from minisgl.kvcache.storage import Store
+    from minisgl.layout import Records
     from minisgl.settings.options import EngineConfig
 
 _log = logging.getLogger("minisgl.engine")
@@ -37,6 +44,8 @@ _log = logging.getLogger("minisgl.engine")
 
 class Engine:
     """Runs plans in the order in which they are launched. It knows no requests, queues or owners of pages."""
+
+    bounded: Sequence[Bounded] = ()  # all state lives as long as the text
 
     def __init__(self, spec: EngineSpec, device: Device, group: Group | None = None) -> None:
         """Load the model, size the K/V pool and make the runners. All ranks of a `group` do so at the same time."""
@@ -54,38 +63,44 @@ class Engine:
         model = load_model(
             spec.folder, m, spec.dtype, device, ops, spec.dummy_weight, progress, comm, kind, factory.holds
         )
-        store = StateStore(spec.page_size, E4M3 if spec.fp8_cache else spec.dtype, device.torch_device)
-        store.add(model.states)
+        groups, kv_dtype = range(FULL, WINDOW if m.window is None else STATE), E4M3 if spec.fp8_cache else spec.dtype
+        stores = tuple(StateStore(spec.page_size, kv_dtype, device.torch_device) for _ in groups)
+        for declared in model.states:
+            stores[declared.spec.group].add([declared])
         # One row more than requests: the dummy row pads captured steps.
-        state = RowState(rows + 1, spec.pages_per_row, device.torch_device)
+        state = RowState(rows + 1, spec.pages_per_row, device.torch_device, len(stores))
         attention = spec.attention(model.mixers, device.type, ops)
         embeds = spec.pooling is not None
         limits = self.limits = Limits(max_model_len=spec.max_seq_len, vocab_size=m.vocab_size, embeds=embeds)
         max_biases = limits.max_logit_bias + limits.max_stop_token_ids + len(spec.eos_token_ids)
         penalties = LogitPenalties(0 if embeds else rows + 1, m.vocab_size, max_biases, device)
-        parts = Parts(device, ops, model, store, attention, state, penalties, comm, VocabParallel(comm, m.vocab_size))
+        parts = Parts(device, ops, model, stores, attention, state, penalties, comm, VocabParallel(comm, m.vocab_size))
         if spec.drafter is not None:
             has_model = spec.draft is not None
             drafter = make_draft_model(parts, spec, factory.holds) if has_model else DRAFTERS.load(spec.drafter)(ops)
             drafting = Drafting(rows + 1, spec.max_seq_len, state.last_token, drafter, device)
             parts = replace(parts, drafting=drafting)
         self.parts = parts
-        # One page more than `num_pages`: the dummy page, to which unused slots of a captured step write.
-        store.allocate(1)
+        for store in stores:
+            store.allocate(1)
         factory.warm_up(parts)
         self.memory = plan_memory(parts, spec)
-        self.num_pages = self.memory.num_pages
-        store.allocate(self.num_pages + 1)
-        for tensor in store.tensors:
-            device.use_large_pages(tensor)
-        state.page_table.fill_(self.num_pages)
+        self.num_pages = self.memory.num_pages[FULL]
+        if m.window is not None:
+            self.bounded = [Bounded(WINDOW, self.memory.num_pages[WINDOW], m.window)]
+        # One page more in each group: the dummy page, to which unused slots of a captured step write.
+        for store, count in zip(stores, self.memory.num_pages, strict=True):
+            store.allocate(count + 1)
+            for tensor in store.tensors:
+                device.use_large_pages(tensor)
+        self._forget_pages()
         self.runners: list[Runner] = factory.make(parts)
         self.memory = self.memory.with_weights(parts.weight_bytes)  # the C++ step packs them
-        self.mover = Mover(store, self._stores(), device)
+        self.mover = Mover(stores[FULL], self._stores(), device)
         self.tiers = [store.spec for store in self.mover.stores]
         tell("measuring steps", spec.info.rank == 0)
-        self._costs = measure_costs(lambda plan: self.launch(plan).wait, spec, self.num_pages, device.is_async)
-        state.page_table.fill_(self.num_pages)
+        self._costs = measure_costs(lambda plan: self.launch(plan).wait, spec, self.memory.num_pages, device.is_async)
+        self._forget_pages()
         _log.debug("a step costs %s", self._costs)
         self.page_size = spec.page_size
         self.max_running_requests = rows
@@ -120,13 +135,32 @@ class Engine:
             self.mover.launch(plan.moves, plan.moves["page"])
             return ForwardOutput(plan, lambda masks: self.device.submit(lambda: NO_TOKENS, 0.0))
         others = self.mover.launch(plan.moves, plan.page_writes["page"])
+        self._copy(plan.restores)
         output = next(r for r in self.runners if r.fits(plan)).launch(plan)
+        self._copy(plan.captures)
         self.mover.start(others)  # the host need not start these before the step
         return output
 
+    def _copy(self, copies: Records) -> None:
+        """Submit COPY records of WINDOW."""
+        if len(copies):
+            store = self.parts.stores[WINDOW]
+            source, target = store.index(copies["source"]), store.index(copies["target"])
+
+            def work() -> Tensor:
+                store.copy(source, target)
+                return NO_TOKENS
+
+            self.device.submit(work, 0.0)
+
+    def _forget_pages(self) -> None:
+        """Let all rows point to the dummy pages."""
+        for table, count in zip(self.parts.state.page_tables, self.memory.num_pages, strict=True):
+            table.fill_(count)
+
     def _stores(self) -> list[Store]:
         """The tiers that `--host-kv` and `--disk-kv` ask for, of which each rank takes an equal part."""
-        s, pool = self.spec, self.parts.store
+        s, pool = self.spec, self.parts.stores[FULL]
         stores: list[Store] = []
         if s.host_kv:
             stores.append(HostStore(pool, s.host_kv // s.info.size))
@@ -169,7 +203,7 @@ class Engine:
             "page_size": self.page_size,
             "kv_pages": self.num_pages,
             "kv_tokens": self.num_pages * self.page_size,
-            "kv_bytes": self.num_pages * self.memory.page_bytes,
+            "kv_bytes": self.memory.kv_bytes,
             "memory": self.memory.describe(),
             "max_model_len": spec.max_seq_len,
             "max_running_requests": spec.max_running_requests,

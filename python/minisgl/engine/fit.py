@@ -16,6 +16,7 @@ from minisgl.checkpoint.embedder import Embedder, decoder_config, read_embedder
 from minisgl.device.machine import available_memory, choose_device, gpu_memory, usable_cores
 from minisgl.distributed.info import DistributedInfo
 from minisgl.errors import ConfigError
+from minisgl.layout import FULL
 from minisgl.models.model_config import ModelConfig
 from minisgl.rounding import ceil_div
 from minisgl.settings.options import PAGE_SIZES, EngineConfig
@@ -47,6 +48,8 @@ class Checkpoint:
         raw = hf.load_config(folder)
         embedder = read_embedder(folder)
         model = ModelConfig.from_hf(raw if embedder is None else decoder_config(raw))
+        # Tiers hold only pages that live as long as the text.
+        model = replace(model, gives_back=embedder is None and not config.host_kv and config.disk_kv is None)
         asked = config.speculate or "auto"
         if asked == "auto" and choose_device(config.device) == "cpu" and has_head(folder):
             asked = f"eagle3:{folder / HEAD_FOLDER}"
@@ -58,20 +61,20 @@ class Checkpoint:
 
 @dataclass(frozen=True)
 class Footprint:
-    """The least bytes that a rank needs for weights, for the state of all rows, and for a page."""
+    """The least bytes that a rank needs for weights, for the state of all rows, and for a page of each group."""
 
     weights: int
     rows: int
-    page: int
+    pages: tuple[int, ...]
     page_size: int
 
     @classmethod
     def of(cls, checkpoint: Checkpoint, config: EngineConfig, device: str, item: int) -> Footprint:
         """Return the footprint with elements of `item` bytes. Raises `ConfigError` if ranks cannot divide the model."""
         m, page_size = checkpoint.model, config.page_size or PAGE_SIZES[device]
-        page = page_size * _token_bytes(m, config, item)
-        pages = ceil_div(config.max_seq_len or checkpoint.max_model_len, page_size)
-        row = 4 * (pages + (m.vocab_size if checkpoint.embedder is None else 0))  # page table, counts of tokens
+        token = _token_bytes(m, config, item)
+        pages = ceil_div(config.max_seq_len or checkpoint.max_model_len, page_size) * len(token)
+        row = 4 * (pages + (m.vocab_size if checkpoint.embedder is None else 0))  # page tables, counts of tokens
         bits = QUANTIZATIONS[device].get(config.quantization or "", 8 * item)
         if m.quantization is not None and (device == "cuda" or m.quantization.layout == "packed"):
             bits = m.quantization.bits
@@ -80,13 +83,14 @@ class Footprint:
         if config.quantization is not None and device == "cuda" and not m.tie_word_embeddings:
             weights -= m.vocab_size * m.hidden_size * (item - 1)  # the head has 8 bits: `HEAD_FORMAT`
         if checkpoint.draft is not None:
-            page += page_size * _token_bytes(checkpoint.draft.model, config, item)
+            token[FULL] += _token_bytes(checkpoint.draft.model, config, item)[FULL]
             weights += checkpoint.draft.model.num_weights * item
-        return cls(weights // config.tp, config.max_running_requests * row, page, page_size)
+        page_bytes = tuple(page_size * size for size in token)
+        return cls(weights // config.tp, config.max_running_requests * row, page_bytes, page_size)
 
 
-def _token_bytes(model: ModelConfig, config: EngineConfig, item: int) -> int:
-    """Return a token's bytes of K/V on a rank. Raises `ConfigError` if ranks cannot divide the model."""
+def _token_bytes(model: ModelConfig, config: EngineConfig, item: int) -> list[int]:
+    """Return a token's bytes of K/V in each group on a rank. Raises `ConfigError` if ranks cannot divide the model."""
     m, info = model, DistributedInfo(0, config.tp)
     states = [m.mixer(layer, info).state for layer in range(m.num_layers)]
     if m.experts is None or m.experts.dense_layers:
@@ -94,7 +98,10 @@ def _token_bytes(model: ModelConfig, config: EngineConfig, item: int) -> int:
     if m.experts is not None:
         info.shard(m.experts.intermediate_size, "intermediate features of an expert")
     is_fp8 = config.kv_cache_dtype == "fp8"
-    return sum(state.token_bytes(1 if is_fp8 else item, is_fp8) for state in states)
+    sizes = [0] * (1 + max(state.group for state in states))
+    for state in states:
+        sizes[state.group] += state.token_bytes(1 if is_fp8 else item, is_fp8)
+    return sizes
 
 
 def estimate_step(model: ModelConfig, config: EngineConfig, max_tokens: int, item: int) -> int:
@@ -190,10 +197,11 @@ def _check_cores(config: EngineConfig, ranks: int, asked: str) -> None:
 
 def _check_memory(config: EngineConfig, needs: Footprint, dtype: str, ranks: int, memory: int, where: str) -> None:
     """Raise `ConfigError` unless `ranks` ranks fit in `memory` bytes."""
+    num_pages = config.num_pages or 0
     parts = [
         (ranks * needs.weights, f"weights in {dtype}", "take a smaller model, or more GPUs (--tp)"),
         (ranks * needs.rows, f"--max-running-requests {config.max_running_requests}", "give a smaller number"),
-        (ranks * needs.page * (config.num_pages or 0), f"--num-pages {config.num_pages}", "give a smaller number"),
+        (ranks * needs.pages[FULL] * num_pages, f"--num-pages {num_pages}", "give a smaller number"),
     ]
     if sum(size for size, *_ in parts) > memory:
         listed = ", ".join(f"{name} {size / GB:.1f} GB" for size, name, _ in parts if size >= 0.1 * GB)

@@ -11,7 +11,7 @@ from torch import Tensor
 from minisgl.core import Batch, BatchPlan, Context, Sampling, StepResult
 from minisgl.engine.batch import make_batch
 from minisgl.engine.graphs.capture import TAILS
-from minisgl.layout import Flag
+from minisgl.layout import FULL, Flag
 from minisgl.ops.sampling import rows_per_pass
 from minisgl.registry import Registry
 
@@ -119,13 +119,17 @@ class Parts:
     device: Device
     ops: OpTable
     model: LlamaForCausalLM
-    store: StateStore
+    stores: tuple[StateStore, ...]  # of each group that has a page table
     attention: tuple[Attention, ...]  # for each of the model's `mixers`
     state: RowState
     penalties: LogitPenalties
     comm: Communicator
     vocab: VocabParallel
     drafting: Drafting | None = None
+
+    @property
+    def page_size(self) -> int:
+        return self.stores[FULL].page_size
 
     @property
     def flops_per_token(self) -> float:
@@ -155,15 +159,15 @@ class Parts:
         return input_ids, batch, self.out_loc(batch)
 
     def out_loc(self, batch: Batch) -> Tensor:
-        """Where the K/V of each token goes, as in `StepAttention`."""
-        page_size = self.store.page_size
-        pages = self.state.page_table[batch.token_rows.long(), (batch.positions // page_size).long()]
-        return pages.long() * page_size + batch.positions % page_size
+        """Where the K/V of each token goes in each group, [groups, T]; see `StepAttention`."""
+        size = self.page_size
+        pages = self.state.page_tables[:, batch.token_rows.long(), (batch.positions // size).long()]
+        return pages.long() * size + batch.positions % size
 
     def context(self, batch: Batch, out_loc: Tensor) -> Context:
-        """What a forward pass of `batch` needs besides its inputs; out_loc [T] int64."""
-        table = self.state.page_table
-        return Context(batch, tuple(kind.prepare(batch, table, out_loc) for kind in self.attention))
+        """What a forward pass of `batch` needs besides its inputs; out_loc [groups, T] int64."""
+        tables = self.state.page_tables
+        return Context(batch, tuple(a.prepare(batch, tables[a.group], out_loc[a.group]) for a in self.attention))
 
     def hidden(self, input_ids: Tensor, batch: Batch, out_loc: Tensor, taps: dict[int, Tensor] | None = None) -> Stream:
         """What the model makes logits of: the hidden states [S, H] of a step after `begin`; `taps` as in `Context`."""

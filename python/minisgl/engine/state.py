@@ -19,17 +19,17 @@ _PAGE: Final = columns(PAGE_WRITE)
 
 
 class RowState(SamplingState):
-    """The sampling state of the rows, and their `page_table` [rows, pages per row] int32."""
+    """The sampling state of the rows, and their `page_tables` [groups, rows, pages per row] int32."""
 
-    def __init__(self, rows: int, pages_per_row: int, device: torch.device) -> None:
+    def __init__(self, rows: int, pages_per_row: int, device: torch.device, groups: int = 1) -> None:
         super().__init__(rows, device)
-        self.page_table = torch.zeros(rows, pages_per_row, dtype=torch.int32, device=device)
+        self.page_tables = torch.zeros(groups, rows, pages_per_row, dtype=torch.int32, device=device)
 
     def apply(self, page_writes: torch.Tensor, row_states: torch.Tensor) -> None:
-        """Write page-table entries [P, 3] and fields of rows [R, words of ROW_STATE], int32 like their records."""
+        """Write page-table entries [P, 4] and fields of rows [R, words of ROW_STATE], int32 like their records."""
         if len(page_writes):
-            at = (page_writes[:, _PAGE["row"]].long(), page_writes[:, _PAGE["index"]].long())
-            self.page_table[at] = page_writes[:, _PAGE["page"]]
+            group, row, index = (page_writes[:, _PAGE[name]].long() for name in ("group", "row", "index"))
+            self.page_tables[group, row, index] = page_writes[:, _PAGE["page"]]
         self.fill(row_states)
 
     def fill(self, row_states: torch.Tensor) -> None:

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING
 import numpy as np
 
 from minisgl.core import BatchPlan
-from minisgl.layout import FULL, HISTORY_HEAD, NO_MASKS, PAGE_WRITE, SLOT, Flag, words
+from minisgl.layout import HISTORY_HEAD, NO_MASKS, PAGE_WRITE, SLOT, Flag, words
 from minisgl.rounding import ceil_div
 
 if TYPE_CHECKING:
@@ -23,15 +23,15 @@ Slot = tuple[int, int, int, int]
 def trial_plan(
     slots: Sequence[Slot],
     tokens: Ints | None = None,
-    page_writes: Sequence[tuple[int, int, int]] = (),
+    page_writes: Sequence[tuple[int, int, int, int]] = (),
     masks: Ints = NO_MASKS,
 ) -> BatchPlan:
-    """Make a step of `slots`; `page_writes` are (row, index in the row, page). Without `tokens`, all tokens are 0."""
+    """Make a step of `slots`; `page_writes` as PAGE_WRITE. Without `tokens`, all tokens are 0."""
     records = np.array(slots, SLOT)
     if tokens is None:
         is_chunk = (records["flags"] & Flag.FROM_DEVICE) == 0
         tokens = np.zeros(int((records["stop"] - records["start"])[is_chunk].sum()), np.int32)
-    return BatchPlan(0, records, tokens, np.array([(FULL, *write) for write in page_writes], PAGE_WRITE), masks=masks)
+    return BatchPlan(0, records, tokens, np.array([*page_writes], PAGE_WRITE), masks=masks)
 
 
 def largest_prefill(spec: EngineSpec) -> BatchPlan:
@@ -65,7 +65,9 @@ def unknown_histories(rows: int, length: int) -> Ints:
     return heads.view(np.int32)
 
 
-def spread_plan(slots: Sequence[Slot], page_size: int, num_pages: int) -> BatchPlan:
-    """Make a step of `slots` whose rows are spread over as many pages as the pool has."""
+def spread_plan(slots: Sequence[Slot], page_size: int, num_pages: Sequence[int]) -> BatchPlan:
+    """Make a step of `slots` whose rows are spread over as many pages as each group has."""
     pages = [(row, index) for row, _, stop, _ in slots for index in range(ceil_div(stop, page_size))]
-    return trial_plan(slots, page_writes=[(row, index, i % num_pages) for i, (row, index) in enumerate(pages)])
+    groups = enumerate(num_pages)
+    writes = [(group, *page, i % count) for group, count in groups for i, page in enumerate(pages)]
+    return trial_plan(slots, page_writes=writes)

@@ -6,14 +6,20 @@ from collections.abc import Callable, Sequence
 from typing import Final
 
 from minisgl.kvcache.base import PrefixCache
+from minisgl.kvcache.snapshots import Snapshots
 from minisgl.kvcache.tiers import Tier
 from minisgl.registry import Registry
 
-PREFIX_CACHES: Final[Registry[Callable[[int, Sequence[Tier]], PrefixCache]]] = Registry("cache type")
+PREFIX_CACHES: Final[Registry[Callable[[int, Sequence[Tier], Snapshots | None], PrefixCache]]] = Registry("cache type")
 PREFIX_CACHES.add("radix", "minisgl.kvcache.radix:RadixCache")
 PREFIX_CACHES.add("naive", "minisgl.kvcache.naive_manager:NaiveCacheManager")
 
 
-def create_prefix_cache(name: str, page_size: int, tiers: Sequence[Tier] = ()) -> PrefixCache:
-    """Create a prefix cache, filled from the pages that its tiers have kept. Raises `ConfigError` for unknown names."""
-    return PREFIX_CACHES.load(name)(page_size, tiers)
+def create_prefix_cache(
+    name: str, page_size: int, tiers: Sequence[Tier] = (), snapshots: Snapshots | None = None
+) -> PrefixCache:
+    """Create a prefix cache, filled from the pages that its tiers have kept; `snapshots` if there is bounded state.
+
+    Raises `ConfigError` for unknown names.
+    """
+    return PREFIX_CACHES.load(name)(page_size, tiers, snapshots)

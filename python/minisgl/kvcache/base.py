@@ -13,15 +13,20 @@ if TYPE_CHECKING:
 
     from minisgl.core import Ints, Records
     from minisgl.kvcache.outline import OutlinedNode
+    from minisgl.kvcache.snapshots import Snapshots
     from minisgl.kvcache.tiers import Tier
 
 
 @dataclass(frozen=True, slots=True)
 class CacheHandle:
-    """A cached prefix of `num_pages` pages, up to and including `node`; valid only while locked."""
+    """A cached prefix of `num_pages` pages, up to and including `node`; valid only while locked.
+
+    In a model with bounded state, a match ends at a snapshot, and more pages are cached, up to `branch`.
+    """
 
     num_pages: int
     node: Any
+    branch: int = 0
 
 
 class MatchResult(NamedTuple):
@@ -54,9 +59,13 @@ class PrefixCache(ABC):
     `moves` of the next plan, so an evicted page can be reused at once. A loaded page may prove damaged: then the device
     reads NaN. So the request that loaded it calls `mark_intact` after a finite result, and `drop_damaged` after a
     non-finite one.
+
+    A cache with `snapshots` (of a model with bounded state) finds only prefixes that end at one, and evicts a node with
+    its snapshot, and then the nodes above from which no text can go on.
     """
 
     tiers: Sequence[Tier] = ()
+    snapshots: Snapshots | None = None
 
     @abstractmethod
     def tick(self, step: int) -> None:
@@ -116,6 +125,10 @@ class PrefixCache(ABC):
     def is_damaged(self, handle: CacheHandle) -> bool:
         """Return whether a part of this prefix was dropped as damaged."""
         return False
+
+    def prune(self, node: Any) -> Ints:
+        """Remove the end of an unlocked prefix without a snapshot or continuation, and so on; return its pages' ids."""
+        return NO_INTS
 
     def write_back(self, num_pages: int, *, lasting: bool) -> int:
         """Store about `num_pages` pages in tiers; with `lasting`, only in tiers that outlive the process.

@@ -12,14 +12,16 @@ if TYPE_CHECKING:
     from collections.abc import Sequence
 
     from minisgl.core import Ints
+    from minisgl.kvcache.snapshots import Snapshots
     from minisgl.kvcache.tiers import Tier
 
 
 class NaiveCacheManager(PrefixCache):
     """A cache that accepts no page and finds no prefix."""
 
-    def __init__(self, page_size: int, tiers: Sequence[Tier] = ()) -> None:
+    def __init__(self, page_size: int, tiers: Sequence[Tier] = (), snapshots: Snapshots | None = None) -> None:
         self.page_size = page_size
+        self.snapshots = snapshots
 
     def tick(self, step: int) -> None:
         pass

@@ -6,6 +6,7 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
+from minisgl.errors import InvariantError
 from minisgl.kvcache.base import CacheHandle, MatchResult, PrefixCache, SizeInfo
 from minisgl.kvcache.feed import RouterFeed
 from minisgl.kvcache.keeper import TierKeeper
@@ -16,18 +17,20 @@ if TYPE_CHECKING:
     from collections.abc import Sequence
 
     from minisgl.core import Ints, Records
+    from minisgl.kvcache.snapshots import Snapshots
     from minisgl.kvcache.tiers import Tier
 
 
 class RadixCache(PrefixCache):
     """A prefix cache as a `PrefixTree` over pages, with a `TierKeeper` and a `RouterFeed`."""
 
-    def __init__(self, page_size: int, tiers: Sequence[Tier] = ()) -> None:
+    def __init__(self, page_size: int, tiers: Sequence[Tier] = (), snapshots: Snapshots | None = None) -> None:
         """Create the tree from the pages that `tiers`, the fastest first, have kept of an earlier process."""
         self.tiers = list(tiers)
         self.tree = PrefixTree(page_size, 1 + len(self.tiers))
         self._feed = RouterFeed(page_size)
         self._keeper = TierKeeper(self.tree, self.tiers, self._feed)
+        self.snapshots = snapshots
 
     def tick(self, step: int) -> None:
         self.tree.now = step
@@ -35,7 +38,10 @@ class RadixCache(PrefixCache):
     # -- the operations on prefixes
 
     def match_prefix(self, input_ids: Ints, salt: bytes = b"") -> MatchResult:
-        return self._match(self.tree.walk(input_ids, salt))
+        found = node = self.tree.walk(input_ids, salt)
+        while self.snapshots is not None and found not in self.snapshots.of and found.parent is not None:
+            found = found.parent
+        return self._match(found, node.depth)
 
     def insert_prefix(self, input_ids: Ints, pages: Ints, salt: bytes = b"") -> MatchResult:
         size = self.tree.page_size
@@ -54,11 +60,19 @@ class RadixCache(PrefixCache):
             self._keeper.put(node, DEVICE, np.array(pages[matched:], np.int32))
         return self._match(node)
 
-    def _match(self, node: Node) -> MatchResult:
-        return MatchResult(CacheHandle(node.depth, node), self.tree.path_pages(node))
+    def _match(self, node: Node, branch: int = 0) -> MatchResult:
+        return MatchResult(CacheHandle(node.depth, node, branch), self.tree.path_pages(node))
 
     def lock_handle(self, handle: CacheHandle, unlock: bool = False) -> None:
         self.tree.lock(handle.node, unlock)
+
+    def prune(self, node: Node) -> Ints:
+        freed, snapshots = [NOWHERE], self.snapshots.of if self.snapshots is not None else {}
+        while (above := node.parent) is not None and not (node.ref_count or node.children or node in snapshots):
+            freed.append(node.pages)
+            self._keeper.remove(node, DEVICE)
+            node = above
+        return np.concatenate(freed)
 
     def has_continuation(self, handle: CacheHandle) -> bool:
         return bool(handle.node.children)
@@ -74,12 +88,16 @@ class RadixCache(PrefixCache):
         freed = [NOWHERE]
         count = 0
         while count < num_pages and (node := self.tree.pop_oldest(DEVICE)) is not None:
-            self.tree.trim(node, num_pages - count)
-            freed.append(node.pages)
-            count += node.length
-            for place in places:
-                self._keeper.store(node, place)
-            self._keeper.remove(node, DEVICE)
+            if self.snapshots is not None:
+                self.snapshots.remove(node)
+                freed.append(self.prune(node))
+            else:
+                self.tree.trim(node, num_pages - count)
+                freed.append(node.pages)
+                for place in places:
+                    self._keeper.store(node, place)
+                self._keeper.remove(node, DEVICE)
+            count += len(freed[-1])
         return np.concatenate(freed)
 
     def reset(self) -> Ints:
@@ -136,3 +154,6 @@ class RadixCache(PrefixCache):
     def check_integrity(self) -> None:
         self.tree.check()
         self._keeper.check()
+        leaves = {node for node in self.tree.nodes() if not node.children and not node.ref_count}
+        if self.snapshots is not None and not leaves <= self.snapshots.of.keys() <= {*self.tree.nodes()}:
+            raise InvariantError("no text can go on from an unlocked leaf, or a node that has gone has a snapshot")

@@ -81,6 +81,13 @@ class StateStore:
             source, words = words[:, : part[0].numel()], words[:, part[0].numel() :]
             part[index] = source.reshape(len(pages), *part.shape[1:])
 
+    def copy(self, source: torch.Tensor, target: torch.Tensor) -> None:
+        """Overwrite the pages `target` [n] with the pages `source` [n], layer by layer."""
+        into, of = (ids.to(self.device, non_blocking=True) for ids in (target, source))
+        for layers in self.tensors:
+            for layer in layers.flatten(2).view(torch.int64):
+                layer[into] = layer[of]
+
     def _parts(self) -> list[torch.Tensor]:
         """Return views of the tensors, int64 [pages, layers, words]: wide words are copied faster than bytes."""
         return [tensor.flatten(2).view(torch.int64).transpose(0, 1) for tensor in self.tensors]
@@ -89,4 +96,4 @@ class StateStore:
         """Fill pages with NaN, so that any read before the next write makes logits non-finite."""
         for tensor in self.tensors:
             if tensor.dtype is not E4M3:  # whose scales become NaN
-                tensor[:, torch.tensor(pages, device=self.device)] = float("nan")
+                tensor[:, torch.tensor(pages, dtype=torch.int64, device=self.device)] = float("nan")

@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Any, Final
 from minisgl.checkpoint import hf
 from minisgl.checkpoint.quantization import Quantization, read_quantization
 from minisgl.errors import ConfigError
+from minisgl.layout import FULL, WINDOW
 from minisgl.models.families import FAMILIES, MODELS, ExpertFlags, Family
 from minisgl.models.positions import number, read_ropes, read_windows, size
 from minisgl.specs import GroupedQuery
@@ -70,6 +71,7 @@ class ModelConfig:
     experts: ExpertsConfig | None
     dtype: str
     quantization: Quantization | None = None
+    gives_back: bool = False  # pages that lie behind the windows, as far as other layers have none
 
     def mixer(self, layer: int, info: DistributedInfo) -> GroupedQuery:
         """Return how a layer attends on one rank. Raises `ConfigError` if ranks cannot divide its heads."""
@@ -79,7 +81,14 @@ class ModelConfig:
             head_dim=self.head_dim,
             scale=self.head_dim**-0.5 if self.attention_scale is None else self.attention_scale,
             window=self.windows[layer],
+            group=FULL if self.window is None or self.windows[layer] is None else WINDOW,
         )
+
+    @property
+    def window(self) -> int | None:
+        """The largest window of layers that give pages back; None without such layers."""
+        windows = [window for window in self.windows if window is not None]
+        return max(windows) if self.gives_back and 0 < len(windows) < self.num_layers else None
 
     @property
     def num_weights(self) -> int:

@@ -30,6 +30,7 @@ LAYER_WEIGHTS: Final[_Fields] = (
     ("const float*", "input_norm post_norm q_norm k_norm"),  # the last two or null
     ("const float*", "cos_sin"),  # [positions, dim]
     ("int64_t", "window"),  # 0 = none
+    ("const int32_t*", "page_table"),  # [table_rows, table_width], of the layer's group
     ("void*", "cache"),  # [pages, 2, kv_heads, page, dim]
     ("float*", "cache_scale"),  # [pages, 2, kv_heads, page] of a cache in E4M3, or null
 )
@@ -40,8 +41,8 @@ MODEL_SPEC: Final[_Fields] = (
     # [vocab, hidden] and [head_rows, hidden]; if they are tied, only the packed head is read
     ("const void*", "embedding head"),
     ("const float*", "final_norm"),
-    ("int32_t*", "page_table"),  # [rows, table_width]
-    ("int64_t", "table_width"),
+    ("int32_t*", "page_tables"),  # [groups, table_rows, table_width]
+    ("int64_t", "table_rows table_width"),
     ("int32_t*", "last_token"),  # this and the following are [rows]
     ("Row*", "rows"),
     ("int32_t*", "lengths drafts"),  # of `Drafting`, or null

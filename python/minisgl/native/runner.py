@@ -156,6 +156,7 @@ class NativeModel:
             layer.q_norm, layer.k_norm = self._float(attention.heads.q_weight), self._float(attention.heads.k_weight)
             layer.cos_sin = attention.heads.cos_sin.data_ptr()
             layer.window = window or 0
+            layer.page_table = state.page_tables[attention.kv.spec.group].data_ptr()
             data, scale = data_and_scale(attention.kv.pages)
             layer.cache, layer.cache_scale = data.data_ptr(), None if scale is data else scale.data_ptr()
         fields["head"], fields["head_bits"] = self._matrix(head)
@@ -176,8 +177,9 @@ class NativeModel:
             "final_norm": self._float(norm.weight),
             "last_token": state.last_token.data_ptr(),
             "rows": state.table.data_ptr(),
-            "page_table": state.page_table.data_ptr(),
-            "table_width": state.page_table.stride(0),
+            "page_tables": state.page_tables.data_ptr(),
+            "table_rows": state.page_tables.shape[1],
+            "table_width": state.page_tables.shape[2],
         }
         return ModelSpec(**(sizes | fields))
 

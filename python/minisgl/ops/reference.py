@@ -233,8 +233,8 @@ def paged_attention(
 
     q [T, Hq, D] is grouped by sequence as in `layout`; pages [P, 2, Hk, page, D]; page_table [rows, W] int32. Query i
     of a sequence has position kv_len - query_len + i and attends to positions up to its own; with `window`, only to the
-    last `window` of them (arXiv:2004.05150). Query head h reads KV head h // (Hq / Hk). Slots from kv_len on may have
-    any values, NaN included.
+    last `window` of them (arXiv:2004.05150). Query head h reads KV head h // (Hq / Hk). Slots from kv_len on, and pages
+    that no query attends to, may have any values, NaN included.
     """
     num_kv_heads, page_size = pages.shape[2], pages.shape[3]
     group = q.shape[1] // num_kv_heads
@@ -242,8 +242,10 @@ def paged_attention(
     start = 0
     lengths = torch.stack([layout.rows, layout.cu_query_lens.diff(), layout.kv_lens], 1)
     for row, query_len, kv_len in lengths.tolist():
-        ids = page_table[row, : ceil_div(kv_len, page_size)].long()
+        first = 0 if window is None else max(0, kv_len - query_len + 1 - window) // page_size
+        ids = page_table[row, first : ceil_div(kv_len, page_size)].long()
         gathered = pages.dense(ids) if isinstance(pages, QuantizedPages) else pages[ids].float()
+        kv_len -= first * page_size
         kv = gathered.permute(1, 2, 0, 3, 4).flatten(2, 3)[:, :, :kv_len]  # [2, Hk, kv_len, D]
         k, v = kv.repeat_interleave(group, dim=1)
         scores = torch.einsum("qhd,hkd->hqk", q[start : start + query_len].float(), k) * scale

@@ -76,9 +76,9 @@ class StepBudget:
         """Whether no prompt can get another token; the first tokens of a prompt are the cheapest."""
         return self._affordable(0) <= 0
 
-    def take(self, start: int, wanted: int) -> int:
-        """Grant a prompt up to `wanted` tokens from position `start` on; return how many."""
-        count = max(0, min(wanted, self._affordable(start)))
+    def take(self, start: int, wanted: int, most: float = math.inf) -> int:
+        """Grant a prompt up to `wanted` tokens from position `start` on, but not more than `most`; return how many."""
+        count = int(max(0, min(wanted, most, self._affordable(start))))
         if count < wanted:  # cut to whole tiles
             whole = count - (count - self._tokens) % self._tile
             count = max(whole, min(count, self._floor), 0)

@@ -11,6 +11,7 @@ import numpy as np
 from minisgl.kvcache.base import MatchResult, PrefixCache
 from minisgl.rounding import ceil_div
 from minisgl.routing.prefixes import salt_digest
+from minisgl.scheduler.bounded import BoundedState
 
 if TYPE_CHECKING:
     from minisgl.core import Ints
@@ -37,6 +38,8 @@ class CacheManager:
         self._free = list(range(num_pages - 1, -1, -1))  # a stack: recently used pages are warm
         self._page_seconds = np.array([tier.spec.page_seconds for tier in prefix_cache.tiers])
         self._fenced: deque[tuple[int, list[int]]] = deque()
+        snapshots = prefix_cache.snapshots
+        self.bounded = None if snapshots is None else BoundedState(snapshots, rows, self._drop_snapshot)
 
     def pages_for(self, num_tokens: int) -> int:
         return ceil_div(num_tokens, self.page_size)
@@ -61,6 +64,15 @@ class CacheManager:
         del self._free[cut:]
         return pages
 
+    def extend(self, req: Req, count: int) -> bool:
+        """Give a decoding request `count` more pages; return false if there are too few."""
+        if (pages := self.allocate(count)) is None:
+            return False
+        self.rows.set_pages(req, len(req.pages), pages)
+        if self.bounded is not None:
+            self.bounded.extend(req, len(req.pages) * self.page_size)
+        return True
+
     def match(self, req: Req, most: int | None = None) -> MatchResult:
         """Return the longest cached prefix, of at most so many pages, that leaves a token of a request to compute.
 
@@ -82,6 +94,8 @@ class CacheManager:
             handle, pages = self.match(req, int((pages >= 0).sum()))
         self.prefix.lock_handle(handle)
         req.cache_handle = handle
+        if self.bounded is not None and handle.num_pages:
+            self.bounded.snapshots.use(handle.node)
         shared: list[int] = pages.tolist()
         return shared
 
@@ -106,26 +120,47 @@ class CacheManager:
     def detach(self, req: Req) -> None:
         """Undo `attach`."""
         self.prefix.lock_handle(req.cache_handle, unlock=True)
+        if self.bounded is not None:
+            self._give_evicted(self.prefix.prune(req.cache_handle.node))
         req.cache_handle = None
 
-    def share_prefix(self, req: Req) -> None:
+    def _drop_snapshot(self) -> bool:
+        """Drop the least recently used snapshot, and the pages that only it made useful; false if there is none."""
+        if self.prefix.snapshots is None or (node := self.prefix.snapshots.oldest(self.rows.retired)) is None:
+            return False
+        self.prefix.snapshots.remove(node)
+        self._give_evicted(self.prefix.prune(node))
+        return True
+
+    def share_prefix(self, req: Req, *, is_leaving: bool = False) -> None:
         """Insert the request's full pages into the prefix cache, as far as their K/V has led to finite logits.
 
-        If another request has inserted the same prefix before, the row is remapped to the cached pages and the
-        request's copies are fenced: the newest batch that holds the row may still read them.
+        With bounded state, insert them up to each snapshot.
         """
         finite = self.rows.finite_len(req)
         if not finite or self.prefix.is_damaged(req.cache_handle):
             return
         self.prefix.mark_intact(req.cache_handle)
-        count = finite // self.page_size
-        if count <= req.cache_handle.num_pages:
+        if self.bounded is None:
+            self._insert(req, finite // self.page_size)
             return
-        ids = self.rows.text(req)[: count * self.page_size]
-        own = np.array(req.pages[:count], np.int32)
-        handle, canonical = self.prefix.insert_prefix(ids, own, salt_digest(req.sampling_params.cache_salt))
-        if handle.num_pages > req.cache_handle.num_pages:
-            self._adopt(req, handle, canonical)
+        for length, snapshot in self.bounded.take_captures(req, finite, is_leaving=is_leaving):
+            self.bounded.snapshots.add(self._insert(req, length // self.page_size).node, snapshot)
+
+    def _insert(self, req: Req, count: int) -> CacheHandle:
+        """Insert `count` pages into the prefix cache, unless the request shares them already; return their handle.
+
+        If another request has inserted the same prefix before, the row is remapped to the cached pages and the
+        request's copies are fenced: the newest batch that holds the row may still read them.
+        """
+        handle: CacheHandle = req.cache_handle
+        if count > handle.num_pages:
+            ids = self.rows.text(req)[: count * self.page_size]
+            own = np.array(req.pages[:count], np.int32)
+            handle, canonical = self.prefix.insert_prefix(ids, own, salt_digest(req.sampling_params.cache_salt))
+            if handle.num_pages > req.cache_handle.num_pages:
+                self._adopt(req, handle, canonical)
+        return handle
 
     def _adopt(self, req: Req, handle: CacheHandle, pages: Ints) -> None:
         """Lock a longer prefix, let `req` use its `pages`, and free the request's own copies."""
@@ -152,6 +187,8 @@ class CacheManager:
     def release(self, req: Req) -> None:
         """Take back the pages of a request that no batch in flight holds."""
         self._give(req.pages[req.cache_handle.num_pages :], are_used=self._has_begun(req))
+        if self.bounded is not None:
+            self.bounded.close(req)
         self.detach(req)
         req.pages = []
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from itertools import pairwise
+from itertools import chain, pairwise
 from typing import TYPE_CHECKING
 
 from minisgl.errors import InvariantError
@@ -19,6 +19,7 @@ if TYPE_CHECKING:
 def check_invariants(scheduler: Scheduler) -> None:
     """Raise `InvariantError` with the request or page that contradicts the rules of the scheduler package."""
     _check_pages(scheduler)
+    _check_bounded(scheduler)
     _check_rows(scheduler)
     _check_requests(scheduler)
     scheduler.cache.prefix.check_integrity()
@@ -34,6 +35,8 @@ def check_idle(scheduler: Scheduler) -> None:
         )
     if scheduler.leaving:
         raise InvariantError(f"idle, but requests {list(scheduler.leaving)} are still leaving")
+    if cache.bounded is not None and any(pool.rows for pool in cache.bounded.pools):
+        raise InvariantError("idle, but rows have window pages or slots")
 
 
 def _check_pages(scheduler: Scheduler) -> None:
@@ -61,6 +64,39 @@ def _check_pages(scheduler: Scheduler) -> None:
     if len(owner) != cache.num_pages:
         lost = sorted(set(range(cache.num_pages)) - owner.keys())
         raise InvariantError(f"pages {lost[:8]} have no owner")
+
+
+def _check_bounded(scheduler: Scheduler) -> None:
+    """Each id of a window page or slot is free, one row's or one snapshot's; rows and snapshots have all they need."""
+    rows, bounded = scheduler.rows, scheduler.cache.bounded
+    held = [req for req in scheduler.live.values() if req.table_idx is not None]
+    for pool in () if bounded is None else bounded.pools:
+        assert bounded is not None
+        cached = {i for snapshot in bounded.snapshots.of.values() for i in pool.snapshots[snapshot].values()}
+        lists = [pool.free, *(ids.values() for ids in (*pool.rows.values(), *pool.snapshots.values()))]
+        if sorted(chain(*lists)) != list(range(pool.capacity)) or pool.spare < 0 or pool.excess > pool.reserve:
+            raise InvariantError(f"ids of group {pool.group} are lost, held twice, or held in excess")
+        owners = {*bounded.snapshots.of.values(), *(snapshot for req in held for _, snapshot in req.captures)}
+        if pool.rows.keys() != {req.row for req in held} or pool.snapshots.keys() != owners:
+            raise InvariantError(f"ids of group {pool.group} belong to rows or snapshots that are gone")
+        for node, snapshot in bounded.snapshots.of.items():
+            length = node.depth * rows.page_size
+            if [*pool.snapshots[snapshot]] != [*pool.span(length, length)]:
+                raise InvariantError(f"the snapshot at depth {node.depth} has not the ids for its text")
+        for req in held:
+            ids, needed = pool.rows[req.row], pool.span(int(bounded.settled[req.row]), int(rows.cached_len[req.row]))
+            if not {*needed} <= ids.keys() or min(ids, default=needed.start) < needed.start:
+                raise InvariantError(f"{req} needs {needed} of group {pool.group} and has {ids}")
+        for plan in (step.plan for step in scheduler.launched):
+            restores, captures, writes = (
+                x[x["group"] == pool.group] for x in (plan.restores, plan.captures, plan.page_writes)
+            )
+            written = {*restores["target"].tolist(), *captures["target"].tolist(), *writes["page"].tolist()}
+            if not {*restores["source"].tolist()} <= cached - written:
+                raise InvariantError(f"step {plan.step} restores what it writes, or what is no snapshot's: {restores}")
+            starts = dict(plan.slots[["row", "start"]].tolist())
+            if any(starts.get(row, length) != length for *_, row, length in restores.tolist()):
+                raise InvariantError(f"step {plan.step} restores {restores}, and computes {plan.slots}")
 
 
 def _check_rows(scheduler: Scheduler) -> None:

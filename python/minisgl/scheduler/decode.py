@@ -56,11 +56,9 @@ class DecodeManager:
         needs_page = ~is_ready & (rows.limit[index] < rows.max_len[index] - 1)
         for req in [self.running[i] for i in np.flatnonzero(needs_page).tolist()]:
             if req.status is Status.RUNNING:  # not preempted for an older request in this loop
-                while (page := self.cache.allocate(1)) is None:
+                while not self.cache.extend(req, 1):
                     is_short = True
                     if not preempt_for(req):
                         break
-                else:
-                    rows.set_pages(req, len(req.pages), page)
         index = self.index
         return index[rows.cached_len[index] < rows.limit[index]], is_short

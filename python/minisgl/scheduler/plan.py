@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from operator import attrgetter
 from typing import TYPE_CHECKING, Final, Protocol
@@ -11,6 +11,8 @@ import numpy as np
 
 from minisgl.core import BatchPlan
 from minisgl.layout import (
+    COPY,
+    NO_COPIES,
     NO_INTS,
     NO_MASKS,
     NO_MOVES,
@@ -32,6 +34,7 @@ if TYPE_CHECKING:
     import numpy.typing as npt
 
     from minisgl.core import StepCosts, StepResult
+    from minisgl.kvcache.snapshots import Bounded
     from minisgl.kvcache.tiers import TierSpec
     from minisgl.layout import Ints, Records
     from minisgl.params import Limits
@@ -63,6 +66,7 @@ class StepEngine(Protocol):
     eos_token_ids: frozenset[int]
     is_async: bool  # computes while the host plans, and may get masks after a launch
     tiers: list[TierSpec]  # below the pool, the fastest first
+    bounded: Sequence[Bounded]  # what rows of the model have besides pages of FULL
 
     def launch(self, plan: BatchPlan) -> StepOutput:
         """Start a step behind those launched before."""
@@ -161,7 +165,8 @@ class Step:
             ids = np.concatenate([NO_INTS, *(c.req.ids[c.start + 1 : c.stop + 1] for c in chunks)])
         # A step that only moves pages writes no state: nothing of it reads any.
         writes = rows.writes.take() if len(slots) else (NO_PAGE_WRITES, NO_ROW_STATES, NO_INTS)
-        return BatchPlan(number, slots, tokens, *writes, NO_MASKS, ids, histories, proposals, moves)
+        copies = rows.writes.take_copies()
+        return BatchPlan(number, slots, tokens, *writes, NO_MASKS, ids, histories, proposals, moves, *copies)
 
 
 @dataclass(frozen=True, slots=True)
@@ -217,6 +222,9 @@ class RowWrites:
         self._pages: dict[int, int] = {}
         self._states: dict[int, tuple[float, ...]] = {}
         self._penalties: dict[int, Ints] = {}
+        self.bounded: dict[tuple[int, int, int], int] = {}  # (group, row, index) -> id
+        self.restores: dict[int, list[tuple[int, ...]]] = {}  # row -> copies
+        self.captures: list[tuple[int, ...]] = []
 
     def fill(self, req: Req) -> None:
         """Write the fields of `req`, which has just got its row."""
@@ -231,15 +239,27 @@ class RowWrites:
         for entry, page in enumerate(pages, row << 32 | start):
             self._pages[entry] = page
 
+    def take_copies(self) -> tuple[Records, Records]:
+        """Return the restores and captures since the last call, as in `BatchPlan`."""
+        if not self.restores and not self.captures:
+            return NO_COPIES, NO_COPIES
+        restores = np.array([copy for copies in self.restores.values() for copy in copies], COPY)
+        captures = np.array(self.captures, COPY)
+        self.restores, self.captures = {}, []
+        return restores, captures
+
     def take(self) -> tuple[Records, Records, Ints]:
         """Return the page writes, row states and penalty records since the last call, as in `BatchPlan`."""
-        if not self._pages and not self._states:
+        if not (self._pages or self._states or self.bounded):
             return NO_PAGE_WRITES, NO_ROW_STATES, NO_INTS
         entries = np.fromiter(self._pages, np.int64, len(self._pages))
         pages = np.zeros(len(entries), PAGE_WRITE)  # of FULL
         pages["row"] = entries >> 32
         pages["index"] = entries & 0xFFFFFFFF
         pages["page"] = np.fromiter(self._pages.values(), np.int32, len(entries))
+        if self.bounded:
+            others = np.array([(*entry, i) for entry, i in self.bounded.items()], PAGE_WRITE)
+            pages, self.bounded = np.concatenate([pages, others]), {}
         states = np.zeros(len(self._states), ROW_STATE)  # padding of a record, too
         states["row"] = list(self._states)
         for name, column in zip(fields(ROW), zip(*self._states.values(), strict=True), strict=False):

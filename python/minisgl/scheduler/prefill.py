@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import bisect
 import itertools
+import math
 import time
 from collections import deque
 from typing import TYPE_CHECKING, Final
@@ -226,11 +227,14 @@ class PrefillManager:
         need = cache.pages_for(len(req.ids)) - len(shared)
         # Alone, a request needs no margin: `Admission` has checked that the pool can hold it to its end.
         margin = cache.pages_for(reserved + self.growth.tokens(req)) if reserved else 0
-        if need + margin > cache.available or (own := cache.allocate(need)) is None:
+        fits = need + margin <= cache.available and (cache.bounded is None or cache.bounded.has_room())
+        if not fits or (own := cache.allocate(need)) is None:
             cache.detach(req)
             return False
         self.rows.allocate(req, len(shared) * cache.page_size)
         req.pages = shared + own
+        if cache.bounded is not None:
+            cache.bounded.open(req)
         if not req.is_loading:  # else the next step would wait until pages are free that it does not use yet
             self.rows.set_pages(req, 0, req.pages)
         if req.prompt_logprobs is not None:
@@ -247,14 +251,17 @@ class PrefillManager:
 
     def _chunk(self, req: Req, budget: StepBudget, chunks: list[Chunk]) -> bool:
         """Add the chunk of `req` that the budget allows; return whether the prompt is then complete."""
-        start = int(self.rows.cached_len[req.row])
-        stop = start + budget.take(start, len(req.ids) - start)
+        start, bounded = int(self.rows.cached_len[req.row]), self.cache.bounded
+        most = math.inf if bounded is None else bounded.chunk_limit(req, start)
+        stop = start + budget.take(start, len(req.ids) - start, most)
         is_complete = stop == len(req.ids)
         if is_complete:
             self.chunked.remove(req)
         if stop > start:
             req.note_chunk(time.monotonic())
             chunks.append(Chunk(req, start, stop, samples=is_complete))
+            if bounded is not None:
+                bounded.add_chunk(req, start, stop)
         return is_complete
 
 

@@ -16,6 +16,7 @@ import secrets
 import threading
 import weakref
 import zlib
+from collections.abc import Sequence
 from dataclasses import replace
 from queue import SimpleQueue
 from typing import TYPE_CHECKING, Any
@@ -25,6 +26,7 @@ import numpy as np
 
 from minisgl.core import StepCosts
 from minisgl.errors import ConfigError, RequestError
+from minisgl.kvcache.snapshots import Bounded
 from minisgl.kvcache.tiers import TierSpec
 from minisgl.layout import as_words
 from minisgl.message import BackendMsg, Failure, UserMsg, ids_from_bytes, ids_to_bytes
@@ -54,6 +56,7 @@ class Header(msgspec.Struct, kw_only=True):
     is_async: bool
     costs: StepCosts | None
     tiers: list[TierSpec]
+    bounded: Sequence[Bounded] = ()
 
 
 class Result(msgspec.Struct, array_like=True):
@@ -83,10 +86,9 @@ class Entry(msgspec.Struct, array_like=True, omit_defaults=True):
 
 def checksum(plan: BatchPlan) -> int:
     """Identify the sequences, positions, flags and pages of `plan`."""
-    writes, copies = as_words(plan.page_writes), (plan.restores.tobytes(), plan.captures.tobytes())
-    # Of a model with FULL alone, the last line adds nothing: older records have no groups.
-    known = zlib.crc32(writes[:, 1:].tobytes(), zlib.crc32(plan.slots.tobytes()))
-    return zlib.crc32(writes[writes[:, 0] > 0, 0].tobytes() + b"".join(copies), known) or 1
+    pages = as_words(plan.page_writes)[:, 1:].tobytes()  # without their groups, as in older records
+    copies = plan.restores.tobytes() + plan.captures.tobytes()
+    return zlib.crc32(pages + copies, zlib.crc32(plan.slots.tobytes())) or 1
 
 
 class RecordingScheduler(Scheduler):
@@ -110,6 +112,7 @@ class RecordingScheduler(Scheduler):
             is_async=engine.is_async,
             costs=engine.step_costs(),
             tiers=[replace(tier, folder="") for tier in engine.tiers],
+            bounded=engine.bounded,
         )
         assert config.record is not None, "no file to write"
         writer = Writer(config.record, header)

@@ -17,6 +17,7 @@ if TYPE_CHECKING:
 
     from minisgl.core import Ints
     from minisgl.grammar.compiler import TokenMatcher
+    from minisgl.kvcache.snapshots import Snapshot
     from minisgl.params import Limits, SamplingParams
     from minisgl.settings.options import SchedulerConfig
 
@@ -51,6 +52,7 @@ class Req:
         order: int,
         noise_key: int,
         place: int = 0,
+        prompt_marks: tuple[int, ...] = (),
     ) -> None:
         self.uid = uid
         self.order = order  # arrival number: the tie-breaker of every policy
@@ -70,6 +72,9 @@ class Req:
         self.table_idx: int | None = None
         self.pages: list[int] = []  # page ids by position, those shared with the prefix cache first
         self.cache_handle: Any = None  # the lock on the shared prefix
+        self.prompt_marks = prompt_marks  # numbers of tokens after which other prompts may part from this one
+        self.capture_at: list[int] = []  # the numbers of tokens of which snapshots are wanted
+        self.captures: list[tuple[int, Snapshot]] = []  # those that were made, until the result is finite
         self.is_loading = False  # a part of its cached prefix is still to be loaded from a tier
         self.matcher: TokenMatcher | None = None  # has advanced over all confirmed tokens; None without a grammar
         # Log-probabilities of the prompt so far, columns of the step results; None once sent, or if not asked for.

@@ -27,6 +27,7 @@ import numpy as np
 from minisgl.distributed.control import PlanBus
 from minisgl.errors import ConfigError, InvariantError, RequestError
 from minisgl.kvcache import create_prefix_cache
+from minisgl.kvcache.snapshots import IdPool, Snapshots
 from minisgl.kvcache.tiers import worthwhile_tiers
 from minisgl.layout import NO_INTS, NO_MOVES
 from minisgl.message import (
@@ -102,7 +103,11 @@ class Scheduler:
             engine.max_running_requests, max_tokens, engine.page_size, limits.vocab_size, engine.eos_token_ids
         )
         tiers = worthwhile_tiers(engine.tiers, engine.page_size, costs, is_fresh=config.record is not None)
-        prefix_cache = create_prefix_cache(config.cache_type, engine.page_size, tiers)
+        pools = [IdPool(bounded, engine.page_size, config.max_prefill_length) for bounded in engine.bounded]
+        if pools and tiers:
+            raise ConfigError("--host-kv and --disk-kv do not keep the windows and recurrent states of this model")
+        snapshots = Snapshots(pools) if pools else None
+        prefix_cache = create_prefix_cache(config.cache_type, engine.page_size, tiers, snapshots)
         self.cache = CacheManager(engine.num_pages, engine.page_size, prefix_cache, self.rows)
         computing = math.inf if costs is None else costs.per_token * engine.page_size
         self._place_costs = [0.0, *(tier.spec.page_seconds / computing for tier in tiers)]
@@ -423,6 +428,8 @@ class Scheduler:
                 self._begin(step, result)
             self._end(sampled, tokens, maybe_ended)
             self._reply(sampled, tokens, number > 0)
+        if self.cache.bounded is not None:
+            self.cache.bounded.settle(step.plan)
         self._share_prefixes(step.prompts)
 
     def _confirm(self, wave: Wave, result: StepResult) -> tuple[Index, Ints, Index]:
@@ -509,7 +516,7 @@ class Scheduler:
             return
         del self.leaving[req.uid]
         if req.table_idx is not None:
-            self.cache.share_prefix(req)
+            self.cache.share_prefix(req, is_leaving=True)
             self.cache.release(req)
             if req.status is Status.PREEMPTED:
                 req.append_sampled(self.rows.sampled(req))

@@ -202,6 +202,12 @@ class EngineConfig(Settings):
         aliases=("num_gpu_blocks_override",),
         minimum=1,
     )
+    context_tokens: int | None = option(
+        None,
+        "length of the requests for which a model with sliding windows divides its memory between layers with and "
+        "without them; default = from the model",
+        minimum=1,
+    )
     memory_ratio: float | None = option(
         None,
         "fraction of the memory left by the weights that the KV cache gets; "

@@ -384,6 +384,7 @@ def decode_attention(
             query = next_query
         table_ptr = page_table_ptr + row.to(tl.int64) * stride_table
         token = seq
+        num_queries = 1
         num_rows = GROUP_SIZE
         if MAX_QUERIES > 1:
             token = tl.load(cu_query_lens_ptr + seq)
@@ -461,7 +462,7 @@ def decode_attention(
             offs_n = start + tl.arange(0, TILE_KEYS)
             is_key = offs_n < stop
             if WINDOW > 0:
-                is_key = is_key & (offs_n >= length - WINDOW - MAX_QUERIES + 1)
+                is_key = is_key & (offs_n > length - num_queries - WINDOW)
             if PAGE_SIZE >= TILE_KEYS:
                 page = tl.load(table_ptr + start // PAGE_SIZE).to(tl.int64)
                 offset = (page * 2 * NUM_KV_HEADS + head) * PAGE_SIZE + start % PAGE_SIZE + tl.arange(0, TILE_KEYS)

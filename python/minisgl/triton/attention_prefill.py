@@ -106,11 +106,13 @@ def _scaled(x, scale):
 
 @triton.jit
 def _add_keys(
-    acc, m, total, query, position, pages_ptr, kv_scale_ptr, table_ptr, head, lo, hi, scale,
+    acc, m, total, query, position, pages_ptr, kv_scale_ptr, table_ptr, head, lo, hi, low, scale,
     NUM_KV_HEADS: tl.constexpr, HEAD_DIM: tl.constexpr, PAGE_SIZE: tl.constexpr, BLOCK_N: tl.constexpr,
     IS_FP8: tl.constexpr, NUM_STAGES: tl.constexpr, WINDOW: tl.constexpr, MASKED: tl.constexpr,
 ):  # fmt: skip
     """Add keys [lo, hi) to the online softmax; without MASKED, these are whole tiles that every query sees.
+
+    Pages before `low` may be another sequence's.
 
     A query that has seen no key yet accumulates the values of masked keys. Their weight becomes 0 with the first key
     that it sees, here or when parts are merged.
@@ -127,16 +129,19 @@ def _add_keys(
             offset = (page * 2 * NUM_KV_HEADS + head) * PAGE_SIZE * HEAD_DIM + (offs_n % PAGE_SIZE) * HEAD_DIM
         k_ptrs = pages_ptr + offset[:, None] + offs_d[None, :]
         v_ptrs = k_ptrs + NUM_KV_HEADS * PAGE_SIZE * HEAD_DIM
-        if MASKED:  # loads, too: masking the scores does not remove a NaN beyond the last key
-            k = tl.load(k_ptrs, mask=offs_n[:, None] < hi, other=0.0)
-            v = tl.load(v_ptrs, mask=offs_n[:, None] < hi, other=0.0)
+        is_key = offs_n < hi
+        if WINDOW > 0:
+            is_key = is_key & (offs_n >= low)
+        if MASKED:  # loads, too: masking the scores does not remove a NaN of another sequence
+            k = tl.load(k_ptrs, mask=is_key[:, None], other=0.0)
+            v = tl.load(v_ptrs, mask=is_key[:, None], other=0.0)
         else:
             k = tl.load(k_ptrs)
             v = tl.load(v_ptrs)
         if IS_FP8:
             scale_ptrs = kv_scale_ptr + offset // HEAD_DIM
-            k = _scaled(k, tl.load(scale_ptrs, mask=offs_n < hi, other=0.0))
-            v = _scaled(v, tl.load(scale_ptrs + NUM_KV_HEADS * PAGE_SIZE, mask=offs_n < hi, other=0.0))
+            k = _scaled(k, tl.load(scale_ptrs, mask=is_key, other=0.0))
+            v = _scaled(v, tl.load(scale_ptrs + NUM_KV_HEADS * PAGE_SIZE, mask=is_key, other=0.0))
         x = tl.dot(query, tl.trans(k), input_precision="ieee")
         if MASKED:
             is_seen = offs_n[None, :] <= position[:, None]
@@ -200,9 +205,10 @@ def prefill_attention(
         scale *= 0.0625  # keys are multiplied by 16, see `_scaled`
 
     end = first_position + num_queries
-    first_key = 0
+    low = 0
     if WINDOW > 0:
-        first_key = tl.maximum(first_position + 1 - WINDOW, 0) // BLOCK_N * BLOCK_N
+        low = tl.maximum(first_position + 1 - WINDOW, 0)
+    first_key = low // BLOCK_N * BLOCK_N
     span = tl.cdiv(tl.cdiv(end - first_key, parts), BLOCK_N) * BLOCK_N
     lo = tl.minimum(first_key + index % parts * span, end)  # `span` is rounded up, so the last parts may have no keys
     hi = tl.minimum(lo + span, end)
@@ -214,17 +220,17 @@ def prefill_attention(
         # Keys that have left the window of the tile's last query.
         left_window = tl.minimum(tl.maximum(tl.cdiv(end - WINDOW, BLOCK_N) * BLOCK_N, lo), hi)
         acc, m, total = _add_keys(
-            acc, m, total, query, position, pages_ptr, kv_scale_ptr, table_ptr, head, lo, left_window, scale,
+            acc, m, total, query, position, pages_ptr, kv_scale_ptr, table_ptr, head, lo, left_window, low, scale,
             NUM_KV_HEADS, HEAD_DIM, PAGE_SIZE, BLOCK_N, IS_FP8, 2, WINDOW, True,
         )  # fmt: skip
         lo = left_window
         unmasked_end = tl.maximum(unmasked_end, lo)
     acc, m, total = _add_keys(
-        acc, m, total, query, position, pages_ptr, kv_scale_ptr, table_ptr, head, lo, unmasked_end, scale,
+        acc, m, total, query, position, pages_ptr, kv_scale_ptr, table_ptr, head, lo, unmasked_end, low, scale,
         NUM_KV_HEADS, HEAD_DIM, PAGE_SIZE, BLOCK_N, IS_FP8, NUM_STAGES, WINDOW, False,
     )  # fmt: skip
     acc, m, total = _add_keys(
-        acc, m, total, query, position, pages_ptr, kv_scale_ptr, table_ptr, head, unmasked_end, hi, scale,
+        acc, m, total, query, position, pages_ptr, kv_scale_ptr, table_ptr, head, unmasked_end, hi, low, scale,
         NUM_KV_HEADS, HEAD_DIM, PAGE_SIZE, BLOCK_N, IS_FP8, 2, WINDOW, True,
     )  # fmt: skip
 

@@ -36,32 +36,38 @@ def _id(code, row, mask, last_token_ptr, drafts_ptr, stride_drafts):
     return tl.where(code >= 0, code, tl.where(code >= -2, newest, draft))
 
 
-@triton.jit(do_not_specialize=["num_writes", "num_tokens", "num_seqs", "num_samples", "stride_table", "stride_drafts"])
+@triton.jit(
+    do_not_specialize=[
+        "num_writes", "num_tokens", "num_seqs", "num_samples", "num_rows", "stride_table", "stride_out_loc",
+        "stride_drafts",
+    ]
+)  # fmt: skip
 def _place_tokens(
     codes_ptr, planned_ptr, rows_ptr, cu_query_lens_ptr, logit_tokens_ptr, page_writes_ptr,
     page_table_ptr, last_token_ptr, lengths_ptr, drafts_ptr,
     ids_ptr, positions_ptr, out_loc_ptr, kv_lens_ptr, sample_positions_ptr, drafted_ptr, inputs_ptr,
-    num_writes, num_tokens, num_seqs, num_samples, stride_table, stride_drafts,
-    PAGE_SIZE: tl.constexpr, BLOCK: tl.constexpr,
+    num_writes, num_tokens, num_seqs, num_samples, num_rows, stride_table, stride_out_loc, stride_drafts,
+    PAGE_SIZE: tl.constexpr, GROUPS: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
     """Runs as a single program, so that the page writes come first."""
     offs = tl.arange(0, BLOCK)
     for first in range(0, num_writes, BLOCK):
         mask = first + offs < num_writes
-        write_ptrs = page_writes_ptr + 4 * (first + offs) + 1  # behind the group
-        entry = tl.load(write_ptrs, mask=mask, other=0).to(tl.int64) * stride_table
-        entry += tl.load(write_ptrs + 1, mask=mask, other=0)
-        tl.store(page_table_ptr + entry, tl.load(write_ptrs + 2, mask=mask, other=0), mask=mask)
+        write_ptrs = page_writes_ptr + 4 * (first + offs)
+        target = tl.load(write_ptrs, mask=mask, other=0) * num_rows + tl.load(write_ptrs + 1, mask=mask, other=0)
+        entry = target.to(tl.int64) * stride_table + tl.load(write_ptrs + 2, mask=mask, other=0)
+        tl.store(page_table_ptr + entry, tl.load(write_ptrs + 3, mask=mask, other=0), mask=mask)
     tl.debug_barrier()  # other threads read the pages just written
     for first in range(0, num_tokens, BLOCK):
         t = first + offs
         mask = t < num_tokens
         code, row, position = _place(t, mask, codes_ptr, planned_ptr, rows_ptr, lengths_ptr)
-        page_ptrs = page_table_ptr + row.to(tl.int64) * stride_table + position // PAGE_SIZE
-        page = tl.load(page_ptrs, mask=mask, other=0, cache_modifier=".cg").to(tl.int64)
+        for group in tl.static_range(GROUPS):
+            page_ptrs = page_table_ptr + (group * num_rows + row).to(tl.int64) * stride_table + position // PAGE_SIZE
+            page = tl.load(page_ptrs, mask=mask, other=0, cache_modifier=".cg").to(tl.int64)
+            tl.store(out_loc_ptr + group * stride_out_loc + t, page * PAGE_SIZE + position % PAGE_SIZE, mask=mask)
         tl.store(ids_ptr + t, _id(code, row, mask, last_token_ptr, drafts_ptr, stride_drafts), mask=mask)
         tl.store(positions_ptr + t, position, mask=mask)
-        tl.store(out_loc_ptr + t, page * PAGE_SIZE + position % PAGE_SIZE, mask=mask)
     for first in range(0, num_seqs, BLOCK):
         mask = first + offs < num_seqs
         begin = tl.load(cu_query_lens_ptr + first + offs, mask=mask, other=0)
@@ -86,7 +92,7 @@ class Placed(NamedTuple):
 
     ids: Tensor  # [T]
     positions: Tensor  # [T]
-    out_loc: Tensor  # [T]
+    out_loc: Tensor  # [groups, T]
     kv_lens: Tensor  # [B]
     sample_positions: Tensor  # [S]
     drafted: Tensor  # [S]
@@ -98,7 +104,7 @@ def place_tokens(
     cu_query_lens: Tensor,
     logit_tokens: Tensor,
     page_writes: Tensor,
-    page_table: Tensor,
+    page_tables: Tensor,
     last_token: Tensor,
     lengths: Tensor,
     drafts: Tensor,
@@ -111,9 +117,10 @@ def place_tokens(
     `lengths` and `drafts` are those of `Drafting`; they are not read without DRAFTS.
     """
     _place_tokens[(1,)](
-        *tokens, cu_query_lens, logit_tokens, page_writes, page_table, last_token, lengths, drafts, *placed,
+        *tokens, cu_query_lens, logit_tokens, page_writes, page_tables, last_token, lengths, drafts, *placed,
         len(page_writes), tokens.shape[1], len(cu_query_lens) - 1, len(logit_tokens),
-        page_table.stride(0), drafts.stride(0), PAGE_SIZE=page_size, BLOCK=BLOCK_TOKENS, num_warps=8,
+        len(last_token), page_tables.stride(1), placed.out_loc.stride(0), drafts.stride(0),
+        PAGE_SIZE=page_size, GROUPS=len(page_tables), BLOCK=BLOCK_TOKENS, num_warps=8,
     )  # fmt: skip
 
 

@@ -37,8 +37,8 @@ class Span:
         return self.start + len(self.ids)
 
 
-def span_plan(spans: list[Span], page_writes: Sequence[tuple[int, int, int]] = ()) -> BatchPlan:
-    """Return the plan of a step that computes `spans`. `page_writes` are (row, index in the row, page)."""
+def span_plan(spans: list[Span], page_writes: Sequence[tuple[int, int, int, int]] = ()) -> BatchPlan:
+    """Return the plan of a step that computes `spans`. `page_writes` as PAGE_WRITE."""
     slots = [(s.row, s.start, s.stop, Flag.SAMPLES if s.samples else 0) for s in spans]
     return trial_plan(slots, np.concatenate([np.array(s.ids, np.int32) for s in spans]), page_writes)
 
@@ -49,34 +49,36 @@ class Stepper:
     It uses all pages and rows, so the engine's scheduler must be idle, with an empty cache.
     """
 
-    def __init__(self, runner: EagerRunner | NativeRunner, num_pages: int) -> None:
+    def __init__(self, runner: EagerRunner | NativeRunner, *num_pages: int) -> None:
+        """`num_pages` of each group of pages."""
         self.runner = runner
-        self.page_size = runner.parts.store.page_size
-        self._free: list[int] = np.random.default_rng(0).permutation(num_pages).tolist()
-        self._pages: dict[int, list[int]] = {}
-        self._writes: list[tuple[int, int, int]] = []
+        self.page_size = runner.parts.page_size
+        rng = np.random.default_rng(0)
+        self._free: list[list[int]] = [rng.permutation(count).tolist() for count in num_pages]
+        self._pages: dict[int, list[list[int]]] = {}  # of a row, one in each group
+        self._writes: list[tuple[int, int, int, int]] = []
 
     def share_prefix(self, source: int, target: int, tokens: int) -> None:
         """Map the pages of the first `tokens` (whole pages) of row `source` to the unused row `target`."""
         count = tokens // self.page_size
         assert tokens == count * self.page_size and target not in self._pages, "only whole pages, and a new row"
-        for page in self._pages[source][:count]:
-            self._map(target, page)
+        for pages in self._pages[source][:count]:
+            self._map(target, pages)
 
-    def _map(self, row: int, page: int) -> None:
-        pages = self._pages.setdefault(row, [])
-        self._writes.append((row, len(pages), page))
-        pages.append(page)
+    def _map(self, row: int, pages: list[int]) -> None:
+        mapped = self._pages.setdefault(row, [])
+        self._writes += [(group, row, len(mapped), page) for group, page in enumerate(pages)]
+        mapped.append(pages)
 
     def step(self, spans: list[Span]) -> Tensor:
         """Run one forward pass; return logits [sampling spans, V] in the model's dtype, on the device."""
         for span in spans:
             while len(self._pages.get(span.row, ())) * self.page_size < span.stop:
-                if not self._free:
+                if not all(self._free):
                     raise ConfigError(
                         "the KV cache is too small to verify; give more --num-pages or a higher --memory-ratio"
                     )
-                self._map(span.row, self._free.pop())
+                self._map(span.row, [free.pop() for free in self._free])
         plan = span_plan(spans, self._writes)
         self._writes = []
         return self.runner.logits_of(plan)
@@ -93,4 +95,4 @@ def stepper_of(llm: LLM) -> Stepper:
     """Return a `Stepper` for the engine of `llm`, which must not be an embedding model."""
     engine = engine_of(llm)
     assert not isinstance(engine.general, PoolingRunner), "an embedding model has no logits"
-    return Stepper(engine.general, engine.num_pages)
+    return Stepper(engine.general, *engine.memory.num_pages)

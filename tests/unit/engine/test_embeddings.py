@@ -21,6 +21,7 @@ from minisgl.distributed.communicator import Communicator
 from minisgl.engine.config import resolve
 from minisgl.engine.pooling import PoolingRunner
 from minisgl.errors import ConfigError, RequestError
+from minisgl.layout import FULL
 from minisgl.message import AbortMsg, Finished, Started, UserMsg, ids_to_bytes
 from minisgl.models.model_config import ModelConfig
 from minisgl.params import EMBED
@@ -140,7 +141,7 @@ def test_several_ranks(model: EmbeddingModel) -> None:
     config = decoder_config(load_config(model.folder))
     steps = [[Span(2, 0, PROMPTS[1][:40], samples=False)], [Span(2, 40, PROMPTS[1][40:]), Span(0, 0, PROMPTS[2])]]
 
-    pages = [(2, i, i) for i in range(6)] + [(0, i, 6 + i) for i in range(3)]
+    pages = [(FULL, 2, i, i) for i in range(6)] + [(FULL, 0, i, 6 + i) for i in range(3)]
 
     def rank(comm: Communicator) -> torch.Tensor:
         engine = MiniEngine.load(model.folder, comm=comm, config=ModelConfig.from_hf(config))

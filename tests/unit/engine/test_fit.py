@@ -123,7 +123,7 @@ def test_weights_and_pages_are_counted() -> None:
     assert checkpoint.model.num_weights == elements
     needs = Footprint.of(checkpoint, EngineConfig(page_size=4), "cpu", 2)
     m = checkpoint.model
-    assert (needs.weights, needs.page) == (2 * elements, m.num_layers * 2 * m.num_kv_heads * 4 * m.head_dim * 2)
+    assert (needs.weights, *needs.pages) == (2 * elements, m.num_layers * 2 * m.num_kv_heads * 4 * m.head_dim * 2)
 
 
 def test_a_head_of_8_bits_is_counted(tmp_path: Path) -> None:

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import random
+from collections.abc import Callable
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 
 import numpy as np
@@ -15,6 +17,8 @@ from minisgl.device.device import CpuDevice, Device
 from minisgl.engine.config import resolve
 from minisgl.engine.engine import Engine
 from minisgl.kvcache import tree
+from minisgl.kvcache.store import StateStore
+from minisgl.layout import FULL
 from minisgl.message import AbortMsg, UserMsg, ids_from_bytes, ids_to_bytes
 from minisgl.params import Grammar, SamplingParams
 from minisgl.scheduler.budget import LoadBudget, Pace
@@ -62,24 +66,36 @@ def make_requests(seed: int) -> Requests:
     return requests
 
 
+def give_poisoned(store: StateStore, give: Callable[[list[int]], None], ids: list[int]) -> None:
+    store.poison(ids)
+    give(ids)
+
+
 def run(
     folder: Path,
     device: Device,
     requests: Requests,
     aborts: frozenset[int] = frozenset(),
     host_kv: int = 0,
+    window: int | None = None,
+    gives_back: bool = True,
     **options: object,
 ):
+    """With a `window`, every layer but the first has it."""
     torch.manual_seed(0)
     # Op by op: the C++ step computes at once, whatever the device.
     settings = {"model": str(folder), "dummy_weight": True, "attention_backend": "cpu", **options}
     config = build_config(SchedulerConfig, settings)
     spec = replace(resolve(config.engine, "cpu"), host_kv=host_kv)  # which is refused on a CPU, where it gains nothing
+    windows = (None, *[window] * (spec.model.num_layers - 1))
+    spec = replace(spec, model=replace(spec.model, windows=windows, gives_back=gives_back))
     engine, io = Engine(spec, device), OfflineIO()
     assert engine.general.name == "eager"
     compiling = LateExecutor()
     scheduler = Scheduler(config, engine, io, Grammars(FakeCompiler(VOCAB), compiling))
-    scheduler.cache.on_free = engine.parts.store.poison
+    scheduler.cache.on_free = engine.parts.stores[FULL].poison
+    for pool in [] if scheduler.cache.bounded is None else scheduler.cache.bounded.pools:
+        pool.give = partial(give_poisoned, engine.parts.stores[pool.group], pool.give)
     outputs: dict[int, list[int]] = {uid: [] for uid in range(len(requests))}
     endings: dict[int, FinishReason] = {}
     todo = list(enumerate(requests))
@@ -153,6 +169,30 @@ def test_pages_come_back_from_the_host_as_they_were(
     (tier,) = scheduler.cache.prefix.tiers
     assert late == without
     assert tier.stored_pages > tier.loaded_pages > 10 and tier.lost_pages == 0
+
+
+@pytest.mark.parametrize(
+    ("depth", "options"),
+    [
+        (0, {"page_size": 4, "max_prefill_length": 16}),
+        (1, {"page_size": 4, "max_prefill_length": 64, "speculate": "ngram"}),
+        (1, {"page_size": 1, "max_prefill_length": 24, "kv_cache_dtype": "fp8"}),
+        (1, {"page_size": 16, "max_prefill_length": 8192, "cache_type": "naive"}),
+        (1, {"page_size": 4, "max_prefill_length": 32, "num_pages": 24, "max_running_requests": 6}),
+    ],
+    ids=str,
+)
+def test_pages_behind_windows_are_given_back(folder: Path, depth: int, options: dict[str, object]) -> None:
+    requests, cache = make_requests(7), {"kv_cache_dtype": options.get("kv_cache_dtype", "auto")}
+    whole, _ = run(folder, CpuDevice(1), requests, window=9, gives_back=False, page_size=8, **cache)
+    other, _ = run(folder, CpuDevice(1), requests, page_size=8, **cache)
+    found, scheduler = run(folder, LateDevice(1) if depth else CpuDevice(1), requests, window=9, **options)
+    assert found == whole != other
+    assert scheduler.depth == depth
+    if "num_pages" in options:
+        assert scheduler.stats.preemptions > 0
+    if "cache_type" not in options:
+        assert scheduler.stats.cached_tokens > 0
 
 
 def test_aborts_while_late_leave_the_others_untouched(folder: Path) -> None:

@@ -45,6 +45,22 @@ def test_random_traces_keep_all_invariants(depth: int, speculate: str, monkeypat
     assert (accepted == 0) == (speculate == "off")
 
 
+@pytest.mark.parametrize("speculate", ["off", "auto", "ngram", "tree"])
+@pytest.mark.parametrize("bounded", ["window", "state", "window state"])
+@pytest.mark.parametrize("depth", [0, 1, 2])
+def test_random_traces_with_windows_and_recurrent_states(depth: int, bounded: str, speculate: str) -> None:
+    restores = captures = preemptions = accepted = 0
+    for seed in range(SEEDS):
+        number = 1000 + 100 * depth + seed
+        h, _ = run_random_trace(number, depth, speculate, bounded=bounded, deaths=number % 2)
+        restores, captures = restores + h.engine.num_copies[0], captures + h.engine.num_copies[1]
+        preemptions += h.scheduler.stats.preemptions
+        accepted += h.scheduler.stats.accepted_tokens
+    assert captures > restores > 0
+    assert preemptions >= SEEDS // 10
+    assert (accepted == 0) == (speculate == "off")
+
+
 @pytest.mark.parametrize("speculate", ["off", "ngram"])
 @pytest.mark.parametrize("depth", [0, 1, 2])
 def test_requests_outlive_their_scheduler(depth: int, speculate: str) -> None:

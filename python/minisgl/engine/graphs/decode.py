@@ -69,7 +69,8 @@ class GraphRunner:
         def ints(dtype: torch.dtype) -> Tensor:
             return torch.zeros(capacity, dtype=dtype, device=device)
 
-        self._rows, self._out_loc = ints(torch.int64), ints(torch.int64)
+        self._rows = ints(torch.int64)
+        self._out_loc = torch.zeros(len(parts.stores), capacity, dtype=torch.int64, device=device)
         self._kv_lens, self._positions, self._input_ids = (ints(torch.int32) for _ in range(3))
         self._flags = ints(torch.int32)
         self._mask_index = ints(torch.int32)
@@ -125,12 +126,10 @@ class GraphRunner:
         return _Captured(forward, tails)
 
     def _forward(self, batch: Batch) -> Tensor:
-        parts, out_loc = self.parts, self._out_loc[: batch.num_tokens]
-        page_table = parts.state.page_table
-        last_token = parts.state.last_token
-        page_size = parts.store.page_size
+        parts, out_loc = self.parts, self._out_loc[:, : batch.num_tokens]
+        state, size = parts.state, parts.page_size
         decode_io.begin_decode(
-            self._in, self._turn_on_device, page_table, last_token, batch, out_loc, page_size, self.capacity
+            self._in, self._turn_on_device, state.page_tables, state.last_token, batch, out_loc, size, self.capacity
         )
         return parts.model.logits(parts.hidden(batch.input_ids, batch, out_loc))
 

@@ -28,7 +28,7 @@ class DraftGraphs:
 
     def __init__(self, parts: Parts, drafting: Drafting, model: DraftModel, capture: Capture, max_rows: int) -> None:
         self._device: CudaDevice = parts.device  # type: ignore[assignment]
-        self._dummy_row = len(parts.state.page_table) - 1
+        self._dummy_row = len(parts.state.last_token) - 1
         self._sizes = sorted({max_rows, *(size for size in ROW_SIZES if size < max_rows)})
         self._inputs = torch.zeros(3 * max_rows, dtype=torch.int32, device=parts.device.torch_device)
         self._graphs = {}

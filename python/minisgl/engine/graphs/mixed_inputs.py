@@ -36,8 +36,8 @@ class MixedInputs:
     def __init__(self, max_tokens: int, max_decodes: int, max_drafted: int, max_queries: int, parts: Parts) -> None:
         """`max_drafted`: tokens of a step with drafts and without prompts; `max_queries`: of a decoding sequence."""
         self._parts = parts
-        self._dummy_row = len(parts.state.page_table) - 1
-        self._dummy_page = parts.store.num_pages - 1
+        self._dummy_row = len(parts.state.last_token) - 1
+        self._dummy_page = parts.stores[FULL].num_pages - 1
         self._max_queries = max_queries
         self.decodes = min(max_decodes, max_tokens)
         chunks = MAX_CHUNKS + 1
@@ -55,8 +55,10 @@ class MixedInputs:
         def ints(count: int) -> Tensor:
             return torch.zeros(count, dtype=torch.int32, device=parts.device.torch_device)
 
-        tokens = ints(max_tokens), ints(max_tokens), ints(max_tokens).long()
-        self._placed = drafts.Placed(*tokens, ints(seqs), ints(columns), ints(columns), ints(columns))
+        out_loc = ints(len(parts.stores) * max_tokens).long().view(-1, max_tokens)
+        self._placed = drafts.Placed(
+            ints(max_tokens), ints(max_tokens), out_loc, ints(seqs), ints(columns), ints(columns), ints(columns)
+        )
 
     def fill(self, size: int, has_chunks: bool, plan: BatchPlan, x: Expanded) -> int:
         """Write a plan and its expansion to the host's buffer, padded to `size` tokens; the ints to upload."""
@@ -98,11 +100,11 @@ class MixedInputs:
             cu_query_lens,
             x["logit_tokens"][:samples],
             x["page_writes"].view(-1, words(PAGE_WRITE)),
-            state.page_table,
+            state.page_tables,
             state.last_token,
-            *((state.last_token, state.page_table) if drafting is None else (drafting.lengths, drafting.drafts)),
+            *((state.last_token, state.page_tables[FULL]) if drafting is None else (drafting.lengths, drafting.drafts)),
             placed,
-            self._parts.store.page_size,
+            self._parts.page_size,
         )
         row_states = x["row_states"].view(-1, words(ROW_STATE))[:chunks]
         state.fill(row_states)
@@ -118,7 +120,7 @@ class MixedInputs:
             page_writes=row_states[:0],
             row_states=row_states,
         )
-        return batch.input_ids, batch, placed.out_loc[:size]
+        return batch.input_ids, batch, placed.out_loc[:, :size]
 
     def sampling(self, samples: int, flags: int, has_drafts: bool) -> Sampling:
         """The device's buffer as the inputs of sampling; to be called while a graph is captured."""

@@ -58,7 +58,7 @@ void weigh_rows(int rows, const X<T>* p, const Groups<T>& g, int64_t column, int
                 UNROLL for (int j = 0; j < PANELS; ++j)
                     sums[i][j] =
                         Vec::load(o + (first + i) * dim + (column + j) * kLanes) * Vec::all(rescale[first + i]);
-            for (int i = 0; i * kLanes < count; ++i) {
+            for (int i = g.begin; i * kLanes < count; ++i) {
                 const T* panels[PANELS];
                 UNROLL for (int j = 0; j < PANELS; ++j) panels[j] = g.v[i] + (column + j) * kLanes * step;
                 const int steps = (std::min(kLanes, count - i * kLanes) + step - 1) / step;
@@ -129,7 +129,7 @@ inline void weigh_amx(int rows, const bf16* p, const Groups<bf16>& g, int count,
             _tile_loadd(1, out + 16, dim * 4);
             if (is_wide) _tile_loadd(2, out + 32, dim * 4);
             if (is_wide) _tile_loadd(3, out + 48, dim * 4);
-            for (int i = 0; i * kLanes < count; ++i) {
+            for (int i = g.begin; i * kLanes < count; ++i) {
                 const bf16* v = g.v[i] + column * 2;
                 for (int j = 0; next.is_open() && j < 8; ++j, ++next.done) next.fetch(0);
                 _tile_loadd(5, p + first * kKeys + i * kLanes, kKeys * 2);
@@ -248,7 +248,7 @@ void attend(const Cache<T>& cache, const Item& item, BlockIterator& ahead, int64
         BlockPrefetch keys(cache, table, table_width, false, ahead), values(cache, table, table_width, true, ahead);
         ahead.next();
         const int count = (int)std::min<int64_t>(kKeys, to - first);
-        Groups<T> g = find_block(cache, pages, h, first, count, scratch.keys.data(), scratch.values.data());
+        Groups<T> g = find_block(cache, pages, h, first, count, item.low(), scratch.keys.data(), scratch.values.data());
 #if defined(__AMX_BF16__)
         if constexpr (has_amx<T>)
             if (uses_amx<T>(dim) && cache.is_packed() && !cache.scale) fill_up(g, count, dim, scratch.values.data());

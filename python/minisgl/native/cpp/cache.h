@@ -87,14 +87,15 @@ struct Item {
     const Span* span;
     int64_t from, to, head;
 
-    int64_t first_block() const {
-        return span->window ? std::max<int64_t>(from + 1 - span->window, 0) / kKeys * kKeys : 0;
-    }
+    // The first position that a query attends to. Pages before it may be another sequence's.
+    int64_t low() const { return span->window ? std::max<int64_t>(from + 1 - span->window, 0) : 0; }
+    int64_t first_block() const { return low() / kKeys * kKeys; }
 };
 
-// Addresses of the keys and values of a block, for each group of 16.
+// Addresses of the keys and values of a block, for each group of 16 from `begin` on.
 template <class T>
 struct Groups {
+    int begin;
     const T *k[kGroups], *v[kGroups];
     int64_t k_stride, v_stride;  // elements from one step to the next
 };
@@ -121,11 +122,13 @@ void decode_group(const Cache<T>& cache, int64_t id, int64_t offset, int64_t h, 
     }
 }
 
+// The block of `count` keys at `first`, without those before `low`.
 template <class T>
-Groups<T> find_block(const Cache<T>& cache, const int32_t* pages, int64_t h, int64_t first, int count, T* keys,
-                     T* values) {
+Groups<T> find_block(const Cache<T>& cache, const int32_t* pages, int64_t h, int64_t first, int count, int64_t low,
+                     T* keys, T* values) {
     constexpr int step = Dot<T>::kStep;
     Groups<T> g;
+    g.begin = (int)(std::max<int64_t>(low - first, 0) / kLanes);
     const int64_t dim = cache.dim, page = cache.page;
     g.k_stride = (cache.is_packed() && !cache.scale ? page : kLanes) * step;
     g.v_stride = dim * step;
@@ -143,7 +146,7 @@ Groups<T> find_block(const Cache<T>& cache, const int32_t* pages, int64_t h, int
         }
         T *k = keys + i * kLanes * dim, *v = values + i * kLanes * dim;
         for (int64_t j = 0; j < kLanes; ++j) {
-            const bool is_there = i * kLanes + j < count;
+            const bool is_there = i * kLanes + j < count && position + j >= low;
             const int64_t id = is_there ? pages[(position + j) / page] : 0, offset = (position + j) % page;
             const T* from_k = cache.template head<T>(id, false, h) + offset * dim;
             const T* from_v = cache.template head<T>(id, true, h) + offset * dim;

@@ -171,7 +171,7 @@ class Decoder : public Model {
     void apply(const StepPlan& plan) {
         for (int64_t i = 0; i < plan.num_page_writes; ++i) {
             const PageWrite& w = plan.page_writes[i];
-            s_.page_table[w.row * s_.table_width + w.index] = w.page;
+            s_.page_tables[(w.group * s_.table_rows + w.row) * s_.table_width + w.index] = w.page;
         }
         for (int64_t i = 0; i < plan.num_row_states; ++i) {
             const RowState& r = plan.row_states[i];
@@ -427,7 +427,7 @@ class Decoder : public Model {
         pool_.run(n, [&](int piece, int thread) {
             T *key = scratch_[thread].keys.data(), *value = scratch_[thread].values.data();
             for (int64_t t = part(m, n, piece); t < part(m, n, piece + 1); ++t) {
-                const int64_t page = s_.page_table[rows_[t] * s_.table_width + positions_[t] / s_.page];
+                const int64_t page = layer.w->page_table[rows_[t] * s_.table_width + positions_[t] / s_.page];
                 const int64_t slot = page * s_.page + positions_[t] % s_.page;
                 float* heads = &qkv_[t * qkv_size_];
                 const float* cos = layer.w->cos_sin + positions_[t] * s_.dim;
@@ -466,7 +466,7 @@ class Decoder : public Model {
             const Item *item = &items_[part(items_.size(), n, piece)], *end = items_.data() + items_.size();
             BlockIterator ahead(item, end, kBlocksAhead);
             for (; item != &items_[0] + part(items_.size(), n, piece + 1); ++item)
-                attend<T>(cache, *item, ahead, group, s_.page_table, s_.table_width, (float)s_.scale, q_.data(),
+                attend<T>(cache, *item, ahead, group, layer.w->page_table, s_.table_width, (float)s_.scale, q_.data(),
                           attended_.data(), ld_q_, scratch_[thread]);
         });
     }

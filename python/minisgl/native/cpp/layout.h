@@ -2,7 +2,7 @@
 #pragma once
 #include <cstdint>
 
-constexpr int64_t kLayoutVersion = 909836386;
+constexpr int64_t kLayoutVersion = 1063782459;
 
 namespace minisgl {
 
@@ -49,6 +49,7 @@ struct LayerWeights {
     const float *input_norm, *post_norm, *q_norm, *k_norm;
     const float *cos_sin;
     int64_t window;
+    const int32_t *page_table;
     void *cache;
     float *cache_scale;
 };
@@ -58,8 +59,8 @@ struct ModelSpec {
     const LayerWeights *weights;
     const void *embedding, *head;
     const float *final_norm;
-    int32_t *page_table;
-    int64_t table_width;
+    int32_t *page_tables;
+    int64_t table_rows, table_width;
     int32_t *last_token;
     Row *rows;
     int32_t *lengths, *drafts;

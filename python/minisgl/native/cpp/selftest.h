@@ -105,6 +105,7 @@ bool step_is_deterministic(bool has_scales) {
     constexpr int64_t layer_rows = pages * 2 * kv_heads * page;
     std::vector<T> cache(layers * layer_rows * dim);
     std::vector<float> scales(layers * layer_rows);
+    std::vector<int32_t> table(rows * pages);
     LayerWeights weights[layers];
     for (LayerWeights& w : weights) {
         for (auto [n, k] : {std::pair{qkv, hidden}, {hidden, heads * dim}, {2 * inner, hidden}, {hidden, inner}})
@@ -112,10 +113,10 @@ bool step_is_deterministic(bool has_scales) {
         const auto last = store.end();
         w = {last[-4].data(), last[-3].data(), last[-2].data(), last[-1].data(), bits, bits, bits, bits,
              nullptr, nullptr, nullptr, nullptr, ones.data(), ones.data(), ones.data(), ones.data(), angles.data(), 0,
-             &cache[(&w - weights) * layer_rows * dim], has_scales ? &scales[(&w - weights) * layer_rows] : nullptr};
+             table.data(), &cache[(&w - weights) * layer_rows * dim], has_scales ? &scales[(&w - weights) * layer_rows] : nullptr};
     }
     const std::vector<W> head = matrix(vocab, hidden);
-    std::vector<int32_t> table(rows * pages), last(rows), tokens_in(tokens), sampled(rows), finite(rows);
+    std::vector<int32_t> last(rows), tokens_in(tokens), sampled(rows), finite(rows);
     std::vector<Row> fields(rows);
     for (int i = 0; i < (int)tokens; ++i) tokens_in[i] = (int32_t)(mix32(i) % vocab);
     for (int64_t r = 0; r < 2; ++r)
@@ -125,7 +126,7 @@ bool step_is_deterministic(bool has_scales) {
     spec.vocab = spec.head_rows = vocab, spec.heads = heads, spec.kv_heads = kv_heads, spec.dim = dim, spec.page = page;
     spec.threads = 2, spec.is_tied = 1, spec.eps = 1e-6, spec.scale = 0.18, spec.weights = weights;
     spec.head = head.data(), spec.head_bits = bits, spec.final_norm = ones.data();
-    spec.page_table = table.data(), spec.table_width = pages;
+    spec.page_tables = table.data(), spec.table_rows = rows, spec.table_width = pages;
     spec.last_token = last.data(), spec.rows = fields.data();
     Decoder<T> net(spec);
     auto run = [&](const Slot& slot, int64_t first) {

@@ -1,0 +1,127 @@
+"""State of bounded size: pages of a window, and the slot of a recurrent state. Rows have it, and snapshots of texts.
+
+It is copied and never shared: a capture copies it from a row to a snapshot, a restore from a snapshot to a row. So ids
+have neither locks nor reference counts.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Final, NamedTuple
+
+from minisgl.errors import InvariantError
+
+if TYPE_CHECKING:
+    from minisgl.kvcache.tree import Node
+
+STEP_TOKENS: Final = 9  # that a row decodes in one step at most, drafts included
+IN_FLIGHT: Final = 2 * STEP_TOKENS  # that a row decodes in steps whose results are not collected yet
+WHOLE_TEXT: Final = 1 << 30  # tokens: a slot is a page for any text
+
+
+class Bounded(NamedTuple):
+    """What rows of a model have of WINDOW or STATE, and how many ids the device has besides those of the dummy row."""
+
+    group: int
+    capacity: int
+    window: int = 0  # tokens that layers read at most, the newest included; 0 for STATE
+
+
+def ids_per_row(window: int, page_size: int) -> int:
+    """Return the most ids of a row that decodes: pages for its window and for tokens not settled yet, or one slot."""
+    if not window:
+        return 1
+    return -(-window // page_size) + 1 + (page_size + IN_FLIGHT + STEP_TOKENS - 2) // page_size
+
+
+class IdPool:
+    """The ids of one group: each is free, one row's, or one snapshot's.
+
+    Each row may have `per_row` ids at any time, and the prompts of all rows `reserve` more. Snapshots get the rest,
+    besides at least one row. So a row that decodes never lacks an id, and the first row never waits.
+
+    rows, snapshots    what each holds: ids by their index in the text
+    """
+
+    def __init__(self, bounded: Bounded, page_size: int, chunk_tokens: int) -> None:
+        """Chunks of prompts have up to `chunk_tokens`."""
+        self.group, self.capacity, window = bounded
+        self.page_size = page_size if window else WHOLE_TEXT
+        self.window_pages = -(-window // self.page_size)  # of a text that ends with a page
+        self.per_row = ids_per_row(window, page_size)
+        assert self.capacity >= self.per_row, f"{bounded} is too small for a row"
+        self.reserve = min(-(-chunk_tokens // self.page_size), (self.capacity - self.per_row) // 2) if window else 0
+        self.free = list(range(self.capacity - 1, -1, -1))
+        self.rows: dict[int, dict[int, int]] = {}
+        self.snapshots: dict[Snapshot, dict[int, int]] = {}
+
+    def span(self, settled: int, stop: int) -> range:
+        """Return the indices that steps read or write up to token `stop` of a text, of which `settled` are computed."""
+        return range(max(0, settled // self.page_size - self.window_pages), -(-stop // self.page_size))
+
+    @property
+    def spare(self) -> int:
+        """How many ids another row or snapshot may take; negative if snapshots have to be dropped first."""
+        return len(self.free) - self.reserve - sum(self.per_row - len(ids) for ids in self.rows.values())
+
+    @property
+    def excess(self) -> int:
+        """How much of the reserve is in use."""
+        return sum(max(0, len(ids) - self.per_row) for ids in self.rows.values())
+
+    def limit(self, row: int, settled: int) -> int:
+        """Return the token up to which a prompt may be planned, so that its row also fits until that is settled."""
+        pages = max(len(self.rows[row]), self.per_row) + self.reserve - self.excess
+        return (self.span(settled, 0).start + pages) * self.page_size - IN_FLIGHT
+
+    def extend(self, ids: dict[int, int], span: range) -> dict[int, int]:
+        """Add free ids for the indices of `span` that are missing; return the added ones. There must be enough."""
+        missing = [index for index in span if index not in ids]
+        if len(missing) > len(self.free):
+            raise InvariantError(f"{len(missing)} ids of group {self.group} are needed, and {len(self.free)} are free")
+        added = {index: self.free.pop() for index in missing}
+        ids.update(added)
+        return added
+
+    def give(self, ids: list[int]) -> None:
+        """Free `ids`."""
+        self.free.extend(ids)
+
+
+class Snapshot:
+    """What a text needs to go on: ids for its last span, in each pool."""
+
+    restored_in = 0  # the newest step that copies it to a row
+
+
+class Snapshots:
+    """The snapshots at the ends of a tree's nodes, the least recently used first."""
+
+    def __init__(self, pools: list[IdPool]) -> None:
+        self.pools = pools
+        self.of: dict[Node, Snapshot] = {}
+
+    def free(self, snapshot: Snapshot) -> None:
+        """Free the ids of a snapshot that no node has."""
+        for pool in self.pools:
+            pool.give([*pool.snapshots.pop(snapshot).values()])
+
+    def add(self, node: Node | None, snapshot: Snapshot) -> None:
+        """Give a node a snapshot; free it if the node has one, or if nothing is cached."""
+        if node is None or node in self.of:
+            self.free(snapshot)
+        else:
+            self.of[node] = snapshot
+
+    def use(self, node: Node) -> None:
+        """Record that the step that has just matched a node restores its snapshot."""
+        snapshot = self.of[node] = self.of.pop(node)
+        snapshot.restored_in = node.timestamp
+
+    def remove(self, node: Node) -> None:
+        """Free the snapshot of a node, if it has one."""
+        if (snapshot := self.of.pop(node, None)) is not None:
+            self.free(snapshot)
+
+    def oldest(self, retired: int) -> Node | None:
+        """Return the node of the least recently used snapshot that no step after `retired` restores."""
+        return next((node for node, snapshot in self.of.items() if snapshot.restored_in <= retired), None)

@@ -1,0 +1,127 @@
+"""The window pages and slots of rows (`kvcache/snapshots.py`): when they come and go, and their copies."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+import numpy as np
+
+from minisgl.core import TILE_TOKENS
+from minisgl.kvcache.snapshots import IN_FLIGHT, Snapshot
+from minisgl.layout import STATE, Flag
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+
+    from minisgl.core import BatchPlan
+    from minisgl.kvcache.snapshots import Snapshots
+    from minisgl.scheduler.req import Req
+    from minisgl.scheduler.rows import Rows
+
+
+class BoundedState:
+    """Bounded state by row.
+
+    A row has window pages from its window before the settled length on, which is the number of tokens computed by
+    collected steps. No step in flight reads what is before, so what is freed can be used at once.
+
+    settled  int32 [rows]
+    """
+
+    def __init__(self, snapshots: Snapshots, rows: Rows, drop: Callable[[], bool]) -> None:
+        """`drop` drops the least recently used snapshot, if there is one that no step needs."""
+        self.snapshots, self.pools = snapshots, snapshots.pools
+        self.settled = np.zeros(rows.num_rows, np.int32)
+        self._rows = rows
+        self._drop = drop
+
+    def has_room(self, length: int | None = None) -> bool:
+        """Make room for a snapshot of `length` tokens, or without it for another row; false if there is none yet."""
+        counts = [pool.per_row if length is None else len(pool.span(length, length)) for pool in self.pools]
+        while any(pool.spare < count for pool, count in zip(self.pools, counts, strict=True)):
+            if not self._drop():
+                return False
+        return True
+
+    def open(self, req: Req) -> None:
+        """Give a request that has got its row what it needs to go on after its cached prefix."""
+        row, handle, page_size = req.row, req.cache_handle, self._rows.page_size
+        length = self.settled[row] = int(self._rows.cached_len[row])
+        for pool in self.pools:
+            pool.rows[row] = {}
+        self.extend(req, length)
+        if length:
+            snapshot = self.snapshots.of[handle.node]
+            self._rows.writes.restores[row] = [
+                (pool.group, source, pool.rows[row][index], row, length)
+                for pool in self.pools
+                for index, source in pool.snapshots[snapshot].items()
+            ]
+        # The third prompt that begins alike finds what the second has captured where it parted from the first.
+        ends = *req.prompt_marks, handle.branch * page_size, len(req.ids) - 1
+        req.capture_at = sorted({end // page_size * page_size for end in ends})
+
+    def extend(self, req: Req, stop: int) -> None:
+        """Give a row the ids that it lacks for the first `stop` tokens of its text."""
+        for pool in self.pools:
+            span = pool.span(int(self.settled[req.row]), stop)
+            for index, i in pool.extend(pool.rows[req.row], span).items():
+                self._rows.writes.bounded[pool.group, req.row, index] = i
+
+    def chunk_limit(self, req: Req, start: int) -> int:
+        """Return the number of tokens from `start` on for which there may be ids.
+
+        Rather than a few, there are none while prompts have unsettled tokens, and soon more ids.
+        """
+        limit = min(pool.limit(req.row, int(self.settled[req.row])) for pool in self.pools) - start
+        return limit if limit >= TILE_TOKENS or not any(pool.excess for pool in self.pools) else 0
+
+    def add_chunk(self, req: Req, start: int, stop: int) -> None:
+        """Give a row the ids for a chunk of its prompt, and capture what is wanted of it, as far as there is room."""
+        self.extend(req, min(stop + IN_FLIGHT, req.max_len - 1))
+        for length in req.capture_at:
+            if not (start < length <= stop and self.has_room(length)):
+                continue
+            snapshot = Snapshot()
+            req.captures.append((length, snapshot))
+            for pool in self.pools:
+                own, ids = pool.rows[req.row], pool.extend({}, pool.span(length, length))
+                pool.snapshots[snapshot] = ids
+                copies = [(pool.group, own[index], target, req.row, length) for index, target in ids.items()]
+                self._rows.writes.captures += copies
+
+    def settle(self, plan: BatchPlan) -> None:
+        """Count the tokens of a collected step, and free the window pages that no later step reads."""
+        rows, is_chunk = plan.slots["row"], (plan.slots["flags"] & Flag.FROM_DEVICE) == 0
+        before = self.settled[rows]
+        settled = np.where(is_chunk, plan.slots["stop"], self._rows.confirmed_len[rows] - 1)
+        self.settled[rows] = np.maximum(before, settled)
+        for pool in self.pools:
+            for row in rows[settled // pool.page_size > before // pool.page_size].tolist():
+                ids, first = pool.rows.get(row, {}), pool.span(int(self.settled[row]), 0).start
+                pool.give([ids.pop(index) for index in list(ids) if index < first])
+
+    def take_captures(self, req: Req, finite: int, *, is_leaving: bool) -> list[tuple[int, Snapshot]]:
+        """Return (tokens, snapshot) of what was captured of a request, whose first `finite` tokens are.
+
+        A leaving request hands its window over, as of the last page boundary. A state is only as of the newest token.
+        """
+        captures, req.captures = req.captures, []
+        length = finite // self._rows.page_size * self._rows.page_size
+        newest = captures[-1][0] if captures else req.cache_handle.num_pages * self._rows.page_size
+        is_window = all(pool.group != STATE for pool in self.pools)
+        if is_leaving and is_window and length > newest and self.has_room(length):
+            captures.append((length, Snapshot()))
+            for pool in self.pools:
+                ids = pool.rows[req.row]
+                pool.snapshots[captures[-1][1]] = {index: ids.pop(index) for index in pool.span(length, length)}
+        return captures
+
+    def close(self, req: Req) -> None:
+        """Free what a row has, and what was captured of it and not taken."""
+        for pool in self.pools:
+            pool.give([*pool.rows.pop(req.row).values()])
+        for _, snapshot in req.captures:
+            self.snapshots.free(snapshot)
+        req.captures = []
+        self._rows.writes.restores.pop(req.row, None)

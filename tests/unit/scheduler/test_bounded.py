@@ -1,0 +1,173 @@
+"""Windows and recurrent states: where prompts go on from, what is captured, and that mistakes change the text."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+
+from minisgl.core import BatchPlan, FinishReason
+from minisgl.errors import ConfigError, InvariantError
+from minisgl.kvcache import snapshots
+from minisgl.kvcache.snapshots import Bounded, IdPool, Snapshot, Snapshots, ids_per_row
+from minisgl.kvcache.tiers import TierSpec
+from minisgl.layout import STATE, WINDOW
+from minisgl.scheduler.bounded import BoundedState
+from minisgl.scheduler.req import Req
+from minisgl.settings.options import MAX_DRAFTS
+from support.fake_engine import FakeEngine
+from support.traces import Harness, run_random_trace
+
+PAGE = 4
+KINDS = {
+    "window": [Bounded(WINDOW, 200, 10)],
+    "state": [Bounded(STATE, 20)],
+    "both": [Bounded(WINDOW, 200, 10), Bounded(STATE, 20)],
+}
+
+
+@pytest.fixture(params=KINDS)
+def kinds(request: pytest.FixtureRequest) -> list[Bounded]:
+    return KINDS[request.param]
+
+
+def harness(bounded: list[Bounded], depth: int = 1, **options: object) -> Harness:
+    engine = FakeEngine(num_pages=100, page_size=PAGE, max_model_len=200, vocab=5003, bounded=bounded)
+    return Harness(engine, depth, max_prefill_length=16, **options)
+
+
+def hit_of(h: Harness, prompt: list[int], max_tokens: int = 3, **params: object) -> int:
+    """Run a request; return how many tokens of its prompt were cached."""
+    before = h.scheduler.stats.cached_tokens
+    h.add(prompt, max_tokens, ignore_eos=True, **params)
+    h.finish_all()
+    h.check_outputs()
+    return h.scheduler.stats.cached_tokens - before
+
+
+def test_prompts_go_on_where_a_snapshot_is(kinds: list[Bounded]) -> None:
+    h, text = harness(kinds), list(range(1, 120))
+    assert hit_of(h, text[:50]) == 0
+    assert hit_of(h, text[:50]) == 48, "not from the prompt's last page boundary"
+    assert hit_of(h, [*text[:30], 700, 701, 702, 703]) == 0, "there is no snapshot where this prompt parts"
+    assert hit_of(h, [*text[:30], 800, 801]) == 28, "the second to part there has captured"
+    assert hit_of(h, [*text[:50], *text[60:70]]) == 48
+    assert hit_of(h, text[:50], cache_salt="salt") == 0
+    h.scheduler.cache.flush()
+    assert hit_of(h, text[:50]) == 0
+    h = harness([b._replace(capacity=ids_per_row(b.window, PAGE)) for b in kinds])
+    assert hit_of(h, text) == hit_of(h, text) == 0, "there is no room for a snapshot"
+
+
+def test_an_answer_is_handed_over_with_its_window(kinds: list[Bounded]) -> None:
+    h, prompt = harness(kinds), list(range(1, 40))
+    hit_of(h, prompt, 30)
+    has_state = len(kinds) > 1 or kinds[0].group == STATE
+    assert hit_of(h, [*prompt, *h.outputs[0], 7, 8]) == (36 if has_state else 68)
+
+
+@pytest.mark.parametrize("depth", [0, 1, 2])
+def test_a_preempted_request_goes_on_from_its_last_snapshot(depth: int, kinds: list[Bounded]) -> None:
+    h = harness(kinds, depth)
+    uid = h.add(list(range(1, 60)), 60, ignore_eos=True)
+    while len(h.outputs[uid]) < 40:
+        h.step()
+    computed = h.scheduler.stats.computed_prompt_tokens
+    assert not h.scheduler._preempt_for(h.scheduler.live[uid]), "the only request is not preempted"
+    h.add([5] * 20, 20, ignore_eos=True)
+    h.step()
+    h.scheduler._leave(h.scheduler.live[uid], h.scheduler.live[uid].status.PREEMPTED)
+    h.finish_all()
+    h.check_outputs()
+    assert h.scheduler.stats.computed_prompt_tokens - computed < 20 + 60
+
+
+def test_rows_wait_for_ids_and_snapshots_give_way(kinds: list[Bounded]) -> None:
+    """With ids for one row and a half, and many rows."""
+    few = [b._replace(capacity=ids_per_row(b.window, PAGE) * 3 // 2 + 4) for b in kinds]
+    h = harness(few)
+    for i in range(12):
+        h.add([i % 5, *range(40 + i)], 20, ignore_eos=True)
+    h.finish_all()
+    h.check_outputs()
+    assert {*h.endings.values()} == {FinishReason.LENGTH}
+
+
+def test_a_plan_with_pages_of_one_lifetime_has_no_copies_and_no_groups() -> None:
+    h, _ = run_random_trace(3, 1)
+    for packed in h.engine.plans:
+        if len(packed) > 100:
+            plan = BatchPlan.unpack(np.frombuffer(packed, np.int32))
+            assert not len(plan.restores) and not len(plan.captures) and not plan.page_writes["group"].any()
+
+
+def test_the_most_ids_of_a_row_allow_for_drafts() -> None:
+    assert snapshots.STEP_TOKENS == 1 + MAX_DRAFTS
+    for page, window in [(1, 1), (16, 1000), (16, 1024), (64, 1024), (4, 10)]:
+        pool = IdPool(Bounded(WINDOW, 5000, window), page, 0)
+        most = max(len(pool.span(n, n + 3 * snapshots.STEP_TOKENS)) for n in range(window, window + 3 * page))
+        assert most == pool.per_row
+
+
+def test_tiers_are_refused(kinds: list[Bounded]) -> None:
+    engine = FakeEngine(tiers=[TierSpec("host", 40, 1e-6)], bounded=kinds)
+    with pytest.raises(ConfigError, match="do not keep the windows"):
+        Harness(engine, 1)
+
+
+def test_without_a_prefix_cache_nothing_is_kept(kinds: list[Bounded]) -> None:
+    h = harness(kinds, cache_type="naive")
+    assert hit_of(h, list(range(50))) == hit_of(h, list(range(50))) == 0
+    assert all(len(pool.free) == pool.capacity for pool in h.scheduler.cache.bounded.pools)  # type: ignore[union-attr]
+
+
+# -- mistakes are noticed
+
+
+def drop_any(self: Snapshots, retired: int) -> object:
+    return next(iter(self.of), None)
+
+
+def free_early(self: IdPool, settled: int, stop: int) -> range:
+    span = original_span(self, settled, stop)
+    return range(span.start + (stop == 0 < span.start), stop and span.stop)
+
+
+def copy_less(self: IdPool, settled: int, stop: int) -> range:
+    span = original_span(self, settled, stop)
+    return range(span.start + (settled == stop and len(span) > 1), span.stop)
+
+
+def place_shifted(self: BoundedState, req: Req, finite: int, *, is_leaving: bool) -> list[tuple[int, Snapshot]]:
+    page = self._rows.page_size
+    captures = original_take(self, req, finite, is_leaving=is_leaving)
+    return [(max(page, length - page), snapshot) for length, snapshot in captures]
+
+
+def forget_restores(self: BoundedState, req: Req) -> None:
+    original_open(self, req)
+    self._rows.writes.restores.clear()
+
+
+original_span, original_take, original_open = IdPool.span, BoundedState.take_captures, BoundedState.open
+MISTAKES = {
+    "a snapshot is dropped that a step in flight restores": (Snapshots, "oldest", drop_any),
+    "window pages are freed that a step in flight reads": (IdPool, "span", free_early),
+    "a snapshot lacks the first page of its window": (IdPool, "span", copy_less),
+    "a snapshot is taken for one of a shorter text": (BoundedState, "take_captures", place_shifted),
+    "a row begins without its snapshot": (BoundedState, "open", forget_restores),
+}
+
+
+@pytest.mark.parametrize("name", MISTAKES)
+def test_mistakes_are_noticed(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    owner, attribute, wrong = MISTAKES[name]
+    monkeypatch.setattr(owner, attribute, wrong)
+    assert any(fails(seed) for seed in range(60))
+
+
+def fails(seed: int) -> bool:
+    try:
+        run_random_trace(seed, 1 + seed % 2, bounded="window state" if seed % 2 else "window")
+    except (AssertionError, InvariantError):
+        return True
+    return False
