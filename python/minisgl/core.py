@@ -304,6 +304,7 @@ class Batch:
     prompt_logprobs: PromptLogprobs | None = None
     drafts: DraftColumns | None = None
     passes: tuple[Batch, ...] = ()  # the passes of a draft model, before the step
+    captures: Records = field(default_factory=lambda: NO_COPIES)  # COPY of STATE, for the mixers
 
     @property
     def num_tokens(self) -> int:
@@ -314,10 +315,10 @@ class Batch:
 class Context:
     """What a forward pass needs besides its inputs. It is an argument, never a global.
 
-    `attention` has one entry for each of the model's `mixers`. The model stores the outputs [T, H] of the layers that
+    `mixers` has what each of the model's mixers has prepared. The model stores the outputs [T, H] of the layers that
     are keys of `taps`, but not of the last layer.
     """
 
     batch: Batch
-    attention: tuple[Any, ...]
+    mixers: tuple[Any, ...]
     taps: dict[int, Any] = field(default_factory=dict)

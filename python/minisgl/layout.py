@@ -38,6 +38,7 @@ SLOT: Final = np.dtype([("row", "<i4"), ("start", "<i4"), ("stop", "<i4"), ("fla
 # What lives equally long is a group, whose pages have ids of their own. FULL pages live as long as the text. A row has
 # those of WINDOW only for the last tokens of its text, and one of STATE, its slot: a recurrent state.
 FULL, WINDOW, STATE = range(3)
+GROUPS: Final = ("full", "window", "state")
 
 # One entry of a group's page table. A row's slot is entry 0 in STATE.
 PAGE_WRITE: Final = np.dtype([("group", "<i4"), ("row", "<i4"), ("index", "<i4"), ("page", "<i4")])

@@ -97,10 +97,7 @@ class Table:
     def hidden(self, input_ids: torch.Tensor, context: Any) -> Stream:
         rows = context.batch.token_rows.long()
         at = (
-            (input_ids * 31 + context.batch.positions * 7).long()
-            + context.attention[0] * 3
-            + context.attention[1] * 5
-            + rows
+            (input_ids * 31 + context.batch.positions * 7).long() + context.mixers[0] * 3 + context.mixers[1] * 5 + rows
         )
         half = self.table[at % 97] / 2
         if self.repeats:

@@ -4,16 +4,16 @@ from __future__ import annotations
 
 import torch
 
-from minisgl.kvcache.store import PagedState, StateStore
+from minisgl.kvcache.store import LayerState, StateStore
 from minisgl.specs import Paged
 
 
 def kv_store(
     layers: int, pages: int, kv_heads: int, page_size: int, dim: int, dtype: torch.dtype
-) -> tuple[StateStore, list[PagedState]]:
+) -> tuple[StateStore, list[LayerState]]:
     """Return a store on the CPU, and the state of each layer."""
     store = StateStore(page_size, dtype, torch.device("cpu"))
-    states = [PagedState(Paged("kv", (2, kv_heads, dim))) for _ in range(layers)]
+    states = [LayerState(Paged("kv", (2, kv_heads, dim))) for _ in range(layers)]
     store.add(states)
     store.allocate(pages)
     return store, states

@@ -92,6 +92,7 @@ class Attention:
     def __init__(self, prefill: AttentionBackend, decode: AttentionBackend) -> None:
         self.prefill, self.decode = prefill, decode
         self.group = prefill.spec.kind.group
+        self.captures_decodes, self.captures_prompts = decode.captures_decodes, prefill.captures_prompts
         self.name = prefill.name if prefill is decode else f"{prefill.name},{decode.name}"
 
     def prepare(self, batch: Batch, page_table: Tensor, out_loc: Tensor) -> StepAttention:

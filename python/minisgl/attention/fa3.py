@@ -82,7 +82,7 @@ class FA3Attention(AttentionBackend):
     def _try(self) -> None:
         """Run a decode and a prompt once, so that an incompatible wheel fails now and not under load."""
         spec, kind, device = self.spec, self.spec.kind, self._device
-        pages = torch.zeros(2, *kind.state.page_shape(spec.page_size), dtype=spec.dtype, device=device)
+        pages = torch.zeros(2, *kind.states[0].page_shape(spec.page_size), dtype=spec.dtype, device=device)
         table = torch.arange(2, dtype=torch.int32, device=device).view(2, 1)
         rows, lens, ends = (torch.tensor(x, dtype=torch.int32, device=device) for x in ([0, 1], [1, 3], [0, 1, 4]))
         plan = self._plan(np.array([(0, 0, 1, 0), (1, 0, 3, 0)], SLOT), SeqLayout(rows, lens, ends), table)

@@ -93,7 +93,7 @@ class FlashInferAttention(AttentionBackend):
     def _build(self) -> None:
         """Compile the kernels of both kinds of steps in parallel, so that they fail now and not under load."""
         spec, kind, device = self.spec, self.spec.kind, self._device
-        pages = torch.zeros(2, *kind.state.page_shape(spec.page_size), dtype=spec.dtype, device=device)
+        pages = torch.zeros(2, *kind.states[0].page_shape(spec.page_size), dtype=spec.dtype, device=device)
         table = torch.arange(2, dtype=torch.int32, device=device).view(1, 2)
 
         def step(tokens: int) -> None:

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING
 import numpy as np
 
 from minisgl.core import Batch, BatchPlan, DraftColumns, PromptLogprobs, Sampling, SeqLayout, StepShape
-from minisgl.layout import NO_INTS, Flag, as_words
+from minisgl.layout import NO_INTS, STATE, Flag, as_words
 
 if TYPE_CHECKING:
     import numpy.typing as npt
@@ -122,6 +122,7 @@ def make_batch(plan: BatchPlan, device: Device) -> Batch:
     return Batch(
         shape=step_shape(plan.slots),
         slots=plan.slots,
+        captures=plan.captures[plan.captures["group"] == STATE],
         layout=SeqLayout(rows, kv_lens, ends),
         input_ids=ids,
         positions=positions,

@@ -9,12 +9,13 @@ from pathlib import Path
 
 import torch
 
-from minisgl.attention.backend import Attention, AttentionSpec
+from minisgl import specs
+from minisgl.attention.backend import AttentionSpec
 from minisgl.attention.selection import resolve_attention
 from minisgl.checkpoint.embedder import Pooling
 from minisgl.distributed.info import ALONE, DistributedInfo
 from minisgl.engine.fit import Checkpoint, check_settings
-from minisgl.engine.runner import RUNNERS
+from minisgl.engine.runner import MIXERS, RUNNERS, Mixer
 from minisgl.models.model_config import ModelConfig
 from minisgl.models.weight import has_own_head
 from minisgl.ops.table import OpTable
@@ -69,10 +70,14 @@ class EngineSpec:
         rows = self.max_running_requests + 1
         return AttentionSpec(device_type, self.dtype, kind, self.page_size, rows, self.max_queries, self.fp8_cache)
 
-    def attention(self, kinds: Sequence[GroupedQuery], device_type: str, ops: OpTable) -> tuple[Attention, ...]:
-        """Return attention of each kind. Raises `ConfigError` if no backend works."""
-        specs = [self.attention_spec(kind, device_type) for kind in kinds]
-        return resolve_attention(self.attention_backend, specs, ops)
+    def mixers(self, kinds: Sequence[specs.Mixer], device_type: str, ops: OpTable) -> tuple[Mixer, ...]:
+        """Return a mixer of each kind. Raises `ConfigError` if no attention backend works."""
+        wanted = [self.attention_spec(kind, device_type) for kind in kinds if isinstance(kind, GroupedQuery)]
+        attention = iter(resolve_attention(self.attention_backend, wanted, ops))
+        return tuple(
+            next(attention) if isinstance(kind, GroupedQuery) else MIXERS.load(type(kind).__name__)(kind)
+            for kind in kinds
+        )
 
 
 def _drafter(asked: str | None, checkpoint: Checkpoint) -> str | None:

@@ -7,6 +7,8 @@ import logging
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
+import torch
+
 from minisgl.checkpoint.hf import fingerprint
 from minisgl.device.device import Device, create_device
 from minisgl.distributed.group import Group
@@ -31,8 +33,6 @@ from minisgl.speculative import DRAFTERS
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
-
-    from torch import Tensor
 
     from minisgl.core import BatchPlan, StepCosts
     from minisgl.kvcache.storage import Store
@@ -63,22 +63,23 @@ class Engine:
         model = load_model(
             spec.folder, m, spec.dtype, device, ops, spec.dummy_weight, progress, comm, kind, factory.holds
         )
-        groups, kv_dtype = range(FULL, WINDOW if m.window is None else STATE), E4M3 if spec.fp8_cache else spec.dtype
-        stores = tuple(StateStore(spec.page_size, kv_dtype, device.torch_device) for _ in groups)
-        for declared in model.states:
-            stores[declared.spec.group].add([declared])
+        cached = E4M3 if spec.fp8_cache else spec.dtype
+        dtypes = [cached, cached, torch.float32][: 1 + max(state.spec.group for state in model.states)]
+        stores = tuple(StateStore(spec.page_size, dtype, device.torch_device) for dtype in dtypes)  # of each group
+        for state in model.states:
+            stores[state.spec.group].add([state])
         # One row more than requests: the dummy row pads captured steps.
-        state = RowState(rows + 1, spec.pages_per_row, device.torch_device, len(stores))
-        attention = spec.attention(model.mixers, device.type, ops)
+        row_state = RowState(rows + 1, spec.pages_per_row, device.torch_device, len(stores))
+        mixers = spec.mixers(model.mixers, device.type, ops)
         embeds = spec.pooling is not None
         limits = self.limits = Limits(max_model_len=spec.max_seq_len, vocab_size=m.vocab_size, embeds=embeds)
         max_biases = limits.max_logit_bias + limits.max_stop_token_ids + len(spec.eos_token_ids)
         penalties = LogitPenalties(0 if embeds else rows + 1, m.vocab_size, max_biases, device)
-        parts = Parts(device, ops, model, stores, attention, state, penalties, comm, VocabParallel(comm, m.vocab_size))
+        parts = Parts(device, ops, model, stores, mixers, row_state, penalties, comm, VocabParallel(comm, m.vocab_size))
         if spec.drafter is not None:
             has_model = spec.draft is not None
             drafter = make_draft_model(parts, spec, factory.holds) if has_model else DRAFTERS.load(spec.drafter)(ops)
-            drafting = Drafting(rows + 1, spec.max_seq_len, state.last_token, drafter, device)
+            drafting = Drafting(rows + 1, spec.max_seq_len, row_state.last_token, drafter, device)
             parts = replace(parts, drafting=drafting)
         self.parts = parts
         for store in stores:
@@ -86,8 +87,9 @@ class Engine:
         factory.warm_up(parts)
         self.memory = plan_memory(parts, spec)
         self.num_pages = self.memory.num_pages[FULL]
-        if m.window is not None:
-            self.bounded = [Bounded(WINDOW, self.memory.num_pages[WINDOW], m.window)]
+        windows = {WINDOW: m.window or 0, STATE: 0}
+        counts = enumerate(self.memory.num_pages)
+        self.bounded = [Bounded(group, count, windows[group]) for group, count in counts if group != FULL and count]
         # One page more in each group: the dummy page, to which unused slots of a captured step write.
         for store, count in zip(stores, self.memory.num_pages, strict=True):
             store.allocate(count + 1)
@@ -137,21 +139,23 @@ class Engine:
         others = self.mover.launch(plan.moves, plan.page_writes["page"])
         self._copy(plan.restores)
         output = next(r for r in self.runners if r.fits(plan)).launch(plan)
-        self._copy(plan.captures)
+        self._copy(plan.captures[plan.captures["group"] == WINDOW])
         self.mover.start(others)  # the host need not start these before the step
         return output
 
     def _copy(self, copies: Records) -> None:
-        """Submit COPY records of WINDOW."""
-        if len(copies):
-            store = self.parts.stores[WINDOW]
-            source, target = store.index(copies["source"]), store.index(copies["target"])
+        """Submit COPY records, if there are any."""
+        if not len(copies):
+            return
 
-            def work() -> Tensor:
-                store.copy(source, target)
-                return NO_TOKENS
+        def work() -> torch.Tensor:
+            for group, store in enumerate(self.parts.stores):
+                of_group = copies[copies["group"] == group]
+                if len(of_group):
+                    store.copy(store.index(of_group["source"]), store.index(of_group["target"]))
+            return NO_TOKENS
 
-            self.device.submit(work, 0.0)
+        self.device.submit(work, 0.0)
 
     def _forget_pages(self) -> None:
         """Let all rows point to the dummy pages."""
@@ -196,7 +200,7 @@ class Engine:
             "tensor_parallel": spec.info.size,
             "communicator": self.parts.comm.name,
             "ops": self.parts.ops.name,
-            "attention": ", ".join(dict.fromkeys(attention.name for attention in self.parts.attention)),
+            "attention": ", ".join(dict.fromkeys(mixer.name for mixer in self.parts.mixers)),
             "drafter": spec.drafter or "none",
             "runners": ", ".join(r.name for r in self.runners),
             "kv_cache_dtype": "fp8" if spec.fp8_cache else str(spec.dtype).removeprefix("torch."),

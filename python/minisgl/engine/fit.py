@@ -72,8 +72,8 @@ class Footprint:
     def of(cls, checkpoint: Checkpoint, config: EngineConfig, device: str, item: int) -> Footprint:
         """Return the footprint with elements of `item` bytes. Raises `ConfigError` if ranks cannot divide the model."""
         m, page_size = checkpoint.model, config.page_size or PAGE_SIZES[device]
-        token = _token_bytes(m, config, item)
-        pages = ceil_div(config.max_seq_len or checkpoint.max_model_len, page_size) * len(token)
+        page_bytes = _page_bytes(m, config, page_size, item)
+        pages = ceil_div(config.max_seq_len or checkpoint.max_model_len, page_size) * len(page_bytes)
         row = 4 * (pages + (m.vocab_size if checkpoint.embedder is None else 0))  # page tables, counts of tokens
         bits = QUANTIZATIONS[device].get(config.quantization or "", 8 * item)
         if m.quantization is not None and (device == "cuda" or m.quantization.layout == "packed"):
@@ -83,16 +83,15 @@ class Footprint:
         if config.quantization is not None and device == "cuda" and not m.tie_word_embeddings:
             weights -= m.vocab_size * m.hidden_size * (item - 1)  # the head has 8 bits: `HEAD_FORMAT`
         if checkpoint.draft is not None:
-            token[FULL] += _token_bytes(checkpoint.draft.model, config, item)[FULL]
+            page_bytes[FULL] += _page_bytes(checkpoint.draft.model, config, page_size, item)[FULL]
             weights += checkpoint.draft.model.num_weights * item
-        page_bytes = tuple(page_size * size for size in token)
-        return cls(weights // config.tp, config.max_running_requests * row, page_bytes, page_size)
+        return cls(weights // config.tp, config.max_running_requests * row, tuple(page_bytes), page_size)
 
 
-def _token_bytes(model: ModelConfig, config: EngineConfig, item: int) -> list[int]:
-    """Return a token's bytes of K/V in each group on a rank. Raises `ConfigError` if ranks cannot divide the model."""
+def _page_bytes(model: ModelConfig, config: EngineConfig, page_size: int, item: int) -> list[int]:
+    """Return a page's bytes in each group on a rank. Raises `ConfigError` if ranks cannot divide the model."""
     m, info = model, DistributedInfo(0, config.tp)
-    states = [m.mixer(layer, info).state for layer in range(m.num_layers)]
+    states = [state for layer in range(m.num_layers) for state in m.mixer(layer, info).states]
     if m.experts is None or m.experts.dense_layers:
         info.shard(m.intermediate_size, "intermediate features")
     if m.experts is not None:
@@ -100,7 +99,7 @@ def _token_bytes(model: ModelConfig, config: EngineConfig, item: int) -> list[in
     is_fp8 = config.kv_cache_dtype == "fp8"
     sizes = [0] * (1 + max(state.group for state in states))
     for state in states:
-        sizes[state.group] += state.token_bytes(1 if is_fp8 else item, is_fp8)
+        sizes[state.group] += state.page_bytes(page_size, 1 if is_fp8 else item, is_fp8)
     return sizes
 
 

@@ -91,36 +91,37 @@ def plan_memory(parts: Parts, spec: EngineSpec) -> MemoryPlan:
 @dataclass(frozen=True, slots=True)
 class Division:
     """How memory is divided between the groups of pages: for texts of `context` tokens, which each have `row_pages` of
-    WINDOW besides those of FULL, and for a chunk of prompts with `chunk_pages`.
+    the groups besides FULL, and for a chunk of prompts with `chunk_pages` of them.
     """
 
     page_size: int
     page_bytes: tuple[int, ...]  # of each group
     context: int
-    row_pages: int = 0
-    chunk_pages: int = 0
+    row_pages: tuple[int, ...]
+    chunk_pages: tuple[int, ...]
 
     @classmethod
     def of(cls, spec: EngineSpec, page_bytes: tuple[int, ...]) -> Division:
         """Choose a context. If all texts have one length from 1K to 32K, it loses the fewest rows in the worst case."""
-        size = spec.page_size
-        if spec.model.window is None:
-            return cls(size, page_bytes, size)
-        pages = ids_per_row(spec.model.window, size)
-        tokens = pages * page_bytes[WINDOW] * size / page_bytes[FULL]  # of FULL, in the same memory
+        size, window = spec.page_size, spec.model.window
+        others = page_bytes[WINDOW:]
+        row_pages = (0 if window is None else ids_per_row(window, size), 1)[: len(others)]
+        chunk_pages = (0 if window is None else ceil_div(spec.max_step_tokens, size), 0)[: len(others)]
+        tokens = sum(map(mul, row_pages, others)) * size / page_bytes[FULL]  # of FULL, in the same memory
         context = spec.context_tokens or int((1024 + tokens) * 32768 / (32768 + tokens))
-        return cls(size, page_bytes, min(context, spec.max_seq_len), pages, ceil_div(spec.max_step_tokens, size))
+        return cls(size, page_bytes, min(context, spec.max_seq_len) if others else size, row_pages, chunk_pages)
 
     def fitting(self, size: int) -> int:
         """Return how many pages of FULL fit in `size` bytes, with the others that belong to them."""
-        full, window = self.page_bytes[FULL], sum(self.page_bytes[WINDOW:])
-        text = ceil_div(self.context, self.page_size) * full + self.row_pages * window
-        return max(0, size - self.chunk_pages * window) // text * self.context // self.page_size
+        full, *others = self.page_bytes
+        text: int = ceil_div(self.context, self.page_size) * full + sum(map(mul, self.row_pages, others))
+        reserved: int = sum(map(mul, self.chunk_pages, others))
+        return max(0, size - reserved) // text * self.context // self.page_size
 
     def num_pages(self, pages: int, max_rows: int) -> tuple[int, ...]:
-        """Return the number of pages of each group for so many of FULL; windows have no more than twice `max_rows`."""
+        """Return the number of pages of each group for so many of FULL; others are for twice `max_rows` at most."""
         texts = min(max(1, pages * self.page_size // self.context), 2 * max_rows)
-        return (pages, texts * self.row_pages + self.chunk_pages)[: len(self.page_bytes)]
+        return (pages, *(texts * row + chunk for row, chunk in zip(self.row_pages, self.chunk_pages, strict=True)))
 
 
 def require_even(free: list[int]) -> None:

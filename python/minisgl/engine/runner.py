@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING, Final, Protocol
+from typing import TYPE_CHECKING, Any, Final, Protocol
 
 import torch
 from torch import Tensor
@@ -16,9 +17,6 @@ from minisgl.ops.sampling import rows_per_pass
 from minisgl.registry import Registry
 
 if TYPE_CHECKING:
-    from collections.abc import Callable
-
-    from minisgl.attention.backend import Attention
     from minisgl.core import Ints, PromptLogprobs
     from minisgl.device.device import Device, Pending
     from minisgl.distributed.communicator import Communicator
@@ -34,6 +32,24 @@ if TYPE_CHECKING:
 
 
 NO_TOKENS: Final = torch.empty(2, 0, dtype=torch.int32)
+
+
+class Mixer(Protocol):
+    """How layers with equal `specs.Mixer` mix tokens: `attention.backend.Attention`, or a recurrence."""
+
+    name: str
+    group: int  # whose page table `prepare` gets
+    captures_decodes: bool  # whether a graph can replay steps that decode, and steps with prompts
+    captures_prompts: bool
+
+    def prepare(self, batch: Batch, page_table: Tensor, out_loc: Tensor) -> Any:
+        """Return what these layers call in this step. Runs once a step, behind its page writes, in the order of steps.
+
+        page_table is [rows, pages per row] int32, out_loc [T] int64.
+        """
+
+
+MIXERS: Final[Registry[Callable[[Any], Mixer]]] = Registry("mixer")  # those that are not attention, by type of spec
 
 
 class ForwardOutput:
@@ -120,7 +136,7 @@ class Parts:
     ops: OpTable
     model: LlamaForCausalLM
     stores: tuple[StateStore, ...]  # of each group that has a page table
-    attention: tuple[Attention, ...]  # for each of the model's `mixers`
+    mixers: tuple[Mixer, ...]
     state: RowState
     penalties: LogitPenalties
     comm: Communicator
@@ -167,7 +183,7 @@ class Parts:
     def context(self, batch: Batch, out_loc: Tensor) -> Context:
         """What a forward pass of `batch` needs besides its inputs; out_loc [groups, T] int64."""
         tables = self.state.page_tables
-        return Context(batch, tuple(a.prepare(batch, tables[a.group], out_loc[a.group]) for a in self.attention))
+        return Context(batch, tuple(m.prepare(batch, tables[m.group], out_loc[m.group]) for m in self.mixers))
 
     def hidden(self, input_ids: Tensor, batch: Batch, out_loc: Tensor, taps: dict[int, Tensor] | None = None) -> Stream:
         """What the model makes logits of: the hidden states [S, H] of a step after `begin`; `taps` as in `Context`."""

@@ -12,15 +12,15 @@ from minisgl.ops.quantized import E4M3, Pages, QuantizedPages
 
 if TYPE_CHECKING:
     from minisgl.core import Ints
-    from minisgl.specs import Paged
+    from minisgl.specs import State
 
 
-class PagedState:
-    """The state that one layer keeps of each token. Its `pages` are there once the store has allocated them."""
+class LayerState:
+    """What one layer keeps. Its `pages` are there once the store has allocated them."""
 
     pages: Pages
 
-    def __init__(self, spec: Paged) -> None:
+    def __init__(self, spec: State) -> None:
         self.spec = spec
 
 
@@ -40,13 +40,13 @@ class StateStore:
         self.num_pages = 0
         self.page_bytes = 0  # of all states
         self.tensors: list[torch.Tensor] = []
-        self._states: dict[Paged, list[PagedState]] = {}
+        self._states: dict[State, list[LayerState]] = {}
 
-    def add(self, states: Sequence[PagedState]) -> None:
+    def add(self, states: Sequence[LayerState]) -> None:
         """Take in states; `allocate` gives them their pages."""
         for state in states:
             self._states.setdefault(state.spec, []).append(state)
-            self.page_bytes += self.page_size * state.spec.token_bytes(self.dtype.itemsize, self.dtype is E4M3)
+            self.page_bytes += state.spec.page_bytes(self.page_size, self.dtype.itemsize, self.dtype is E4M3)
 
     def allocate(self, num_pages: int) -> None:
         """Allocate the pages of all states, instead of those before."""

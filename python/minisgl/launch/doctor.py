@@ -19,7 +19,7 @@ from minisgl.device.machine import available_memory, choose_device, cpu_name, gp
 from minisgl.engine.fit import GB, Footprint, check_fit, estimate_step
 from minisgl.errors import ConfigError, MinisglError, NativeError
 from minisgl.launch.launch import bind_socket, check_args
-from minisgl.layout import WINDOW
+from minisgl.layout import GROUPS, WINDOW
 from minisgl.process.log import announce
 from minisgl.rounding import ceil_div
 from minisgl.settings.options import EngineConfig, ServerArgs
@@ -160,9 +160,11 @@ def _model(args: ServerArgs) -> Facts:
     shown = ", ".join(f"{name} {size / GB:.2f}" for name, size in parts.items() if size)
     yield "memory plan", f"{shown}, left {(free - sum(parts.values())) / GB:.2f} GB of {free / GB:.2f} GB for each rank"
     lengths = [*(n for n in LENGTHS if n < spec.max_seq_len), spec.max_seq_len]
-    if m.window is not None:
-        yield "windows", f"{num_pages[WINDOW]} pages beside {pages}, for requests of {division.context} tokens"
-        rows = min(rows, num_pages[WINDOW] // division.row_pages)
+    if len(num_pages) > 1:
+        shown = ", ".join(f"{count} of {name}" for count, name in zip(num_pages, GROUPS, strict=False))
+        yield "pages", f"{shown}, for requests of {division.context} tokens (--context-tokens)"
+        each = zip(num_pages[WINDOW:], division.row_pages, strict=True)
+        rows = min([rows, *(count // row for count, row in each if row)])
     counts = (min(rows, pages // ceil_div(n, needs.page_size)) for n in lengths)
     capacity = ", or ".join(f"{count} of {n} tokens" for count, n in zip(counts, lengths, strict=True))
     yield "requests at once", capacity if pages else "none: no memory is left for K/V pages; raise --memory-ratio"

@@ -12,12 +12,12 @@ from torch import Tensor
 
 from minisgl.distributed.communicator import Communicator, SoloCommunicator
 from minisgl.distributed.info import ALONE
-from minisgl.kvcache.store import PagedState
+from minisgl.kvcache.store import LayerState
 from minisgl.ops.quantized import Format, Quantized
 
 if TYPE_CHECKING:
     from minisgl.ops.table import OpTable
-    from minisgl.specs import GroupedQuery, Paged
+    from minisgl.specs import Mixer, State
 
 
 class Init(Enum):
@@ -75,7 +75,7 @@ class Builder:
     """Creates the weights of a model's layers, and gives the layers their ops, dtype, device and ranks.
 
     `format_of` returns the format of the matrix with this checkpoint name; None means the model's dtype. `parameters`
-    lists the created weights in order, `states` what the layers keep of each token, `mixers` how they attend.
+    lists the created weights in order, `states` what the layers keep, `mixers` how they mix tokens.
     """
 
     def __init__(
@@ -93,8 +93,8 @@ class Builder:
         self.info = self.comm.info
         self.format_of = format_of
         self.parameters: list[Parameter] = []
-        self.states: list[PagedState] = []
-        self.mixers: list[GroupedQuery] = []
+        self.states: list[LayerState] = []
+        self.mixers: list[Mixer] = []
 
     def shard(self, count: int, what: str, *, unit: int = 1) -> Shard:
         """Return this rank's equal shard of `count` units of `unit` elements each.
@@ -145,13 +145,13 @@ class Builder:
         weight = self._matrix(parts, in_features, lambda kind: not kind.order)
         return weight.experts(count) if isinstance(weight, Quantized) else weight.view(count, -1, weight.shape[1])
 
-    def paged(self, spec: Paged) -> PagedState:
-        """Declare the state that a layer keeps of each token."""
-        self.states.append(PagedState(spec))
+    def state(self, spec: State) -> LayerState:
+        """Declare what a layer keeps."""
+        self.states.append(LayerState(spec))
         return self.states[-1]
 
-    def mixer(self, spec: GroupedQuery) -> int:
-        """Declare how a layer attends; return its index in `Context.attention`, which equal layers share."""
+    def mixer(self, spec: Mixer) -> int:
+        """Declare how a layer mixes tokens; return its index in `Context.mixers`, which equal layers share."""
         if spec not in self.mixers:
             self.mixers.append(spec)
         return self.mixers.index(spec)

@@ -45,7 +45,7 @@ class Attention:
         q_norm = norm(f"{name}.q_norm").weight if c.qk_norm else None
         k_norm = norm(f"{name}.k_norm").weight if c.qk_norm else None
         mixer = c.mixer(index, builder.info)
-        self.kv, self.mixer = builder.paged(mixer.state), builder.mixer(mixer)
+        self.kv, self.mixer = builder.state(*mixer.states), builder.mixer(mixer)
         self.heads = HeadTransform(q_norm, k_norm, c.rms_norm_eps, cos_sin)
 
     def forward(self, stream: Stream, norm: RMSNorm, ctx: Context) -> Stream:
@@ -58,5 +58,5 @@ class Attention:
 
     def attend(self, qkv: Tensor, ctx: Context) -> Tensor:
         """Return the block's output [T, H] for the projections [T, (Hq + 2 Hk) D], which may be overwritten."""
-        out: Tensor = ctx.attention[self.mixer].attend(qkv, self.heads, self.kv.pages)
+        out: Tensor = ctx.mixers[self.mixer].attend(qkv, self.heads, self.kv.pages)
         return self.o_proj.forward(out.view(-1, self.q_size))

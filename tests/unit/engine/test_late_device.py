@@ -16,11 +16,14 @@ from minisgl.core import FinishReason
 from minisgl.device.device import CpuDevice, Device
 from minisgl.engine.config import resolve
 from minisgl.engine.engine import Engine
+from minisgl.engine.runner import MIXERS
 from minisgl.kvcache import tree
 from minisgl.kvcache.store import StateStore
 from minisgl.layout import FULL
 from minisgl.message import AbortMsg, UserMsg, ids_from_bytes, ids_to_bytes
+from minisgl.models.families import MODELS
 from minisgl.params import Grammar, SamplingParams
+from minisgl.registry import _Entry
 from minisgl.scheduler.budget import LoadBudget, Pace
 from minisgl.scheduler.grammars import Grammars
 from minisgl.scheduler.io import OfflineIO
@@ -29,6 +32,7 @@ from minisgl.settings.options import SchedulerConfig, build_config
 from support.fake_grammar import FakeCompiler, LateExecutor
 from support.late_device import LateDevice
 from support.tiny_model import VOCAB, write_tiny_model
+from support.toy_recurrence import ToyConfig
 
 pytestmark = pytest.mark.usefixtures("fixed_costs")
 
@@ -79,16 +83,18 @@ def run(
     host_kv: int = 0,
     window: int | None = None,
     gives_back: bool = True,
+    recurs: bool = False,
     **options: object,
 ):
-    """With a `window`, every layer but the first has it."""
+    """With a `window`, the last layer has it; if the model `recurs`, its first layer of three is a recurrence."""
     torch.manual_seed(0)
     # Op by op: the C++ step computes at once, whatever the device.
     settings = {"model": str(folder), "dummy_weight": True, "attention_backend": "cpu", **options}
     config = build_config(SchedulerConfig, settings)
     spec = replace(resolve(config.engine, "cpu"), host_kv=host_kv)  # which is refused on a CPU, where it gains nothing
-    windows = (None, *[window] * (spec.model.num_layers - 1))
-    spec = replace(spec, model=replace(spec.model, windows=windows, gives_back=gives_back))
+    windows = (*[None] * (1 + recurs), window)
+    model = replace(spec.model, num_layers=len(windows), windows=windows, gives_back=gives_back)
+    spec = replace(spec, model=ToyConfig.of(model) if recurs else model)
     engine, io = Engine(spec, device), OfflineIO()
     assert engine.general.name == "eager"
     compiling = LateExecutor()
@@ -189,6 +195,45 @@ def test_pages_behind_windows_are_given_back(folder: Path, depth: int, options: 
     found, scheduler = run(folder, LateDevice(1) if depth else CpuDevice(1), requests, window=9, **options)
     assert found == whole != other
     assert scheduler.depth == depth
+    if "num_pages" in options:
+        assert scheduler.stats.preemptions > 0
+    if "cache_type" not in options:
+        assert scheduler.stats.cached_tokens > 0
+
+
+@pytest.mark.parametrize("window", [None, 9])
+@pytest.mark.parametrize(
+    ("depth", "options"),
+    [
+        (0, {"page_size": 4, "max_prefill_length": 16}),
+        (1, {"page_size": 1, "max_prefill_length": 24}),
+        (1, {"page_size": 16, "max_prefill_length": 8192, "cache_type": "naive"}),
+        (
+            1,
+            {
+                "page_size": 4,
+                "max_prefill_length": 32,
+                "num_pages": 24,
+                "max_running_requests": 6,
+                "context_tokens": 16,
+            },
+        ),
+    ],
+    ids=str,
+)
+def test_state_of_a_recurrent_layer_follows_its_text(
+    folder: Path, window: int | None, depth: int, options: dict[str, object], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Through chunks, prefix hits, preemption and slots that other rows had."""
+    monkeypatch.setitem(MODELS._entries, "Toy", _Entry("support.toy_recurrence:ToyForCausalLM", None))
+    monkeypatch.setitem(MIXERS._entries, "Decay", _Entry("support.toy_recurrence:DecayMixer", None))
+    options = {"speculate": "off", **options}
+    requests = make_requests(7)
+    alone, _ = run(folder, CpuDevice(1), requests, window=window, recurs=True, speculate="off", cache_type="naive")
+    found, scheduler = run(
+        folder, LateDevice(1) if depth else CpuDevice(1), requests, window=window, recurs=True, **options
+    )
+    assert found == alone and scheduler.depth == depth
     if "num_pages" in options:
         assert scheduler.stats.preemptions > 0
     if "cache_type" not in options:

@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 import torch
 
-from minisgl.kvcache.store import PagedState, StateStore
+from minisgl.kvcache.store import LayerState, StateStore
 from minisgl.ops.quantized import E4M3, QuantizedPages
 from minisgl.specs import Paged
 from support.store import kv_store
@@ -28,7 +28,7 @@ def test_a_page_is_the_sum_of_all_states(dtype: torch.dtype):
     """Two layers of a model, one of a drafter with fewer heads, and latents without heads."""
     store = StateStore(4, dtype, torch.device("cpu"))
     specs = Paged("kv", (2, 2, 8)), Paged("kv", (2, 2, 8)), Paged("kv", (2, 1, 16)), Paged("latent", (24,))
-    states = [PagedState(spec) for spec in specs]
+    states = [LayerState(spec) for spec in specs]
     store.add(states[:2]), store.add(states[2:])
     store.allocate(1)
     store.allocate(5)

@@ -67,12 +67,11 @@ class CudaRunners:
         spec, eager = self._spec, base_runner(parts, self._spec)
         if not spec.graph_rows:
             return [eager]
-        for attention in parts.attention:
-            if not attention.decode.captures_decodes:
-                name = attention.decode.name
-                _log.warning("decode steps run op by op: attention backend %s cannot be captured as a CUDA graph", name)
+        for mixer in parts.mixers:
+            if not mixer.captures_decodes:
+                _log.warning("decode steps run op by op: %s cannot be captured as a CUDA graph", mixer.name)
                 return [eager]
-        captures_prompts = all(attention.prefill.captures_prompts for attention in parts.attention)
+        captures_prompts = all(mixer.captures_prompts for mixer in parts.mixers)
         progress = Progress("capturing CUDA graphs", "batch sizes", spec.info.rank == 0)
         with Capture(partial(_rehearsal, parts)) as capture:
             decode = GraphRunner(parts, graph_sizes(spec.graph_rows), capture, progress.update)
