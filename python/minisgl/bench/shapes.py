@@ -69,6 +69,11 @@ SHAPES: Final[dict[str, dict[str, Any]]] = {
     | {"num_experts": 128, "num_experts_per_tok": 8, "moe_intermediate_size": 768, "norm_topk_prob": True},
     "llama-3.1-8b": _LLAMA_3_1 | _sizes(4096, 14336, 32, 32),
     "llama-3.1-70b": _LLAMA_3_1 | _sizes(8192, 28672, 80, 64),
+    "gemma-3-27b": {"architectures": ["Gemma3ForCausalLM"], "model_type": "gemma3_text", "torch_dtype": "bfloat16"}
+    | _sizes(5376, 21504, 62, 32)
+    | {"vocab_size": 262208, "head_dim": 128, "num_key_value_heads": 16, "query_pre_attn_scalar": 168}
+    | {"sliding_window": 1024, "sliding_window_pattern": 6, "max_position_embeddings": 131072}
+    | {"rope_scaling": {"rope_type": "linear", "factor": 8.0}, "bos_token_id": 2, "eos_token_id": 1},
 }
 SHAPE_HELP: Final = f"use random weights in the shape of this model: {', '.join(SHAPES)}"
 

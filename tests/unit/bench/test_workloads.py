@@ -78,7 +78,9 @@ PARAMETERS = {
     "qwen3-30b-a3b": 30.53e9,
     "llama-3.1-8b": 8.03e9,
     "llama-3.1-70b": 70.55e9,
+    "gemma-3-27b": 27.01e9,
 }
+ROPES = {"llama": "llama3", "qwen3": "default", "gemma": "linear"}
 
 
 def count_parameters(c: ModelConfig) -> int:
@@ -100,7 +102,7 @@ def test_shapes_are_the_real_models(name: str) -> None:
         assert options["dummy_weight"] and options["threads"] == 1 and folder.name == name
     assert not folder.exists()
     assert count_parameters(config) == pytest.approx(PARAMETERS[name], rel=2e-3)
-    assert config.rope.type == ("llama3" if name.startswith("llama") else "default") and config.dtype == "bfloat16"
+    assert config.rope.type == ROPES[name.partition("-")[0]] and config.dtype == "bfloat16"
 
 
 def test_bad_shapes_are_refused() -> None:
