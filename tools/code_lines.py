@@ -27,6 +27,8 @@ LAZY_IMPORTS = {
     ("launch/targets.py", "scheduler"),
     ("launch/doctor.py", "attention"),
     ("launch/doctor.py", "native"),
+    ("launch/doctor.py", "ops"),
+    ("launch/doctor.py", "triton"),
 }
 _LAYOUT = {tokenize.COMMENT, tokenize.NL, tokenize.NEWLINE, tokenize.INDENT, tokenize.DEDENT}
 _LAYOUT |= {tokenize.ENCODING, tokenize.ENDMARKER}

@@ -29,15 +29,14 @@ from triton.runtime.errors import OutOfResources
 
 from minisgl.ops import reference
 from minisgl.ops.quantized import E4M3, Format, Quantized
-from minisgl.triton import ops
+from minisgl.triton import cuda_gemm, ops
 from minisgl.triton.cublas import cublas_linear
-from minisgl.triton.cuda_gemm import cuda_gemm, supports
 from minisgl.triton.gemm import GemmConfig, gemm
-from minisgl.triton.linear import Norm
+from minisgl.triton.kernels import multiply
+from minisgl.triton.product import Norm, Product
 from minisgl.triton.quantized import (
     MAX_EXACT_ROWS,
-    max_rows,
-    quantized_linear,
+    refuses_rows,
     split_rows,
     split_size,
 )
@@ -91,9 +90,9 @@ def alone(x: Tensor, weights: list[Quantized], gate: str, load: float) -> str:
     scaled = [partial(cublas_linear.scaled, split.parts, w.data, (split.scale, w.scale), BF16) for w in weights]
     unscaled = [partial(cublas_linear.scaled, split.parts, w.data, None, BF16) for w in weights]
     line = f", cuBLAS {time_us(scaled, load=load):.1f}, with one scale {time_us(unscaled, load=load):.1f}"
-    if not supports(rows, weights[0], BF16, gate):
+    if cuda_gemm.refuses(Product.of(split.parts[:rows], weights[0], gate, None)._replace(dtype=BF16)) is not None:
         return line
-    ours = [partial(cuda_gemm, split, rows, 1, w, None, BF16, gate) for w in weights]
+    ours = [partial(cuda_gemm.cuda_gemm, split, rows, 1, w, None, BF16, gate) for w in weights]
     return line + f", in CUDA {time_us(ours, load=load):.1f}"
 
 
@@ -158,7 +157,7 @@ def print_chains(model: str) -> None:
     shapes = [linears(model)[name] for name in ("qkv", "o", "gate_up", "down")]
     for kind in FORMATS:
         layers = [[matrix(kind, *shape) for shape in shapes] for _ in range(24)]
-        ours, theirs = (chain_us(gemv, layers) for gemv in (quantized_linear, quantized_gemv))
+        ours, theirs = (chain_us(gemv, layers) for gemv in (multiply, quantized_gemv))
         floor = sum(weight.nbytes for weight in layers[0]) / CEILING
         print(f"{model}, {kind}: floor {floor:.1f}, ours {ours:.1f}, Triton {theirs:.1f}", flush=True)
 
@@ -196,7 +195,8 @@ def main() -> None:
                 line += f", ours {time_us(ours, load=args.load):.1f} (error {error:.4f})"
                 line += f", bfloat16 {time_us([partial(F.linear, x, w) for w in plain], load=args.load):.1f}"
                 line += alone(x, weights, gate, args.load) if kind == FORMATS[0] else ""
-                has_tiles = args.tiles and count <= max_rows(weights[0]) and (count > 1 or kind.bits == 4)
+                refusal = refuses_rows(Product.of(x, weights[0], gate, None))
+                has_tiles = args.tiles and refusal is None and (count > 1 or kind.bits == 4)
                 print(line + (best_tile(x, weights, gate) if has_tiles else ""), flush=True)
 
 

@@ -8,7 +8,7 @@ import triton
 from torch.testing import assert_close
 
 from minisgl.ops import reference
-from minisgl.triton import ops
+from minisgl.triton import kernels, ops
 from minisgl.triton.gemm import GemmConfig, gemm
 from minisgl.triton.launch import COUNTERS, counters
 from minisgl.triton.linear import MAX_GEMM_ROWS, GemvConfig, gemm_config, gemv
@@ -36,7 +36,7 @@ def test_gemv(config: GemvConfig, n_out: int, n_in: int):
 @pytest.mark.parametrize("fused", [0, 2048])
 @pytest.mark.parametrize("has_residual", [False, True])
 def test_one_row_with_a_separate_norm_and_a_fused_one(fused: int, has_residual: bool, monkeypatch: pytest.MonkeyPatch):
-    monkeypatch.setattr(ops, "MAX_FUSED_INPUTS", fused)
+    monkeypatch.setattr(kernels, "MAX_FUSED_INPUTS", fused)
     x, w, b = inputs(1, 26, 200, torch.float32)
     residual, norm = torch.randn(1, 200) if has_residual else None, torch.rand(200)
     for gate in ("", "silu"):

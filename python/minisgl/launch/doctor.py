@@ -148,6 +148,18 @@ def _model(args: ServerArgs) -> Facts:
     reasons = {name: [ATTENTION.refusal(name, needs) for needs in required] for name in ATTENTION.names}
     yield "attention", "; ".join(f"{name}: {next(filter(None, found), 'usable')}" for name, found in reasons.items())
 
+    if device == "cuda" and m.experts is None and m.quantization is None:
+        from minisgl.ops.quantized import made
+        from minisgl.triton.kernels import explain
+
+        attention, ranks = (m.num_heads + 2 * m.num_kv_heads) * m.head_dim, spec.info.size
+        matrices = {
+            "qkv": (attention // ranks, m.hidden_size, ""),
+            "o": (m.hidden_size, m.num_heads * m.head_dim // ranks, ""),
+            "gate and up": (2 * m.intermediate_size // ranks, m.hidden_size, m.activation),
+            "down": (m.hidden_size, m.intermediate_size // ranks, ""),
+        }
+        yield from explain(matrices, made(device, spec.quantization or "", m.hidden_size), spec.dtype)
     needs = Footprint.of(checkpoint, config, device, item)
     free = create_device(config.device, config.threads, 0, config.tp // config.nnodes).free_memory()
     step = estimate_step(m, config, spec.max_step_tokens, item) if device == "cuda" else 0

@@ -12,7 +12,7 @@ from torch import Tensor
 from minisgl.triton.attention_prefill import COUNTERS
 from minisgl.triton.launch import is_noted
 from minisgl.triton.nvrtc import Map, hopper_source, is_hopper, launch, load_kernel, tensor_map
-from minisgl.triton.wgmma import Product, multiply_source
+from minisgl.triton.wgmma import Instruction, multiply_source
 
 TILE_KEYS: Final = 64
 DIM: Final = 128
@@ -22,8 +22,8 @@ MAX_GROUP: Final = 8  # query heads of a KV head: the N of the tensor cores' pro
 PREFILL_ROWS: Final = 128  # of a tile: queries times query heads of a KV head
 PREFILL_THREADS: Final = 384
 PREFILL_MEMORY: Final = 212 << 10
-SCORES: Final = Product("k16.f32.f16.f16", ", 1, 1, 0", has_left=True)
-SUMS: Final = Product("k16.f32.f16.f16", ", 1, 1, 1", name="multiply_columns", has_left=True)
+SCORES: Final = Instruction("k16.f32.f16.f16", ", 1, 1, 0", has_left=True)
+SUMS: Final = Instruction("k16.f32.f16.f16", ", 1, 1, 1", name="multiply_columns", has_left=True)
 
 
 class DecodeArguments(ctypes.Structure):

@@ -18,11 +18,12 @@ from minisgl.triton.cuda_gemv import GATES
 from minisgl.triton.gemm import Split
 from minisgl.triton.launch import is_noted
 from minisgl.triton.linear import NUM_SMS
-from minisgl.triton.nvrtc import Map, hopper_source, is_hopper, launch, load_kernel, tensor_map
-from minisgl.triton.wgmma import Product, multiply_source
+from minisgl.triton.nvrtc import Map, hopper_source, launch, load_kernel, tensor_map
+from minisgl.triton.product import Product
+from minisgl.triton.wgmma import Instruction, multiply_source
 
-FP8_PRODUCT: Final = Product("k32.f32.e4m3.e4m3", ", 1, 1")
-INT8_PRODUCT: Final = Product("k32.s32.s8.s8")
+FP8_PRODUCT: Final = Instruction("k32.f32.e4m3.e4m3", ", 1, 1")
+INT8_PRODUCT: Final = Instruction("k32.s32.s8.s8")
 MAX_ROWS: Final = 128
 ROWS: Final = (8, 16, 32, 64, 96, MAX_ROWS)  # of x, for which `gemm.cu` is compiled
 STEP: Final = 128  # columns that are copied and multiplied at once
@@ -104,20 +105,16 @@ def fills_tiles(rows: int, n_rows: int, n_in: int, share: float) -> bool:
     return n_in >= 8 * STEP and rows * n_rows >= share * waves * clusters * LARGE_TILE**2
 
 
-def supports(rows: int, weight: Quantized, dtype: torch.dtype, gate: str) -> bool:
-    """Whether there is a kernel: for 8-bit weights with a scale for each row."""
-    kind, (n_rows, n_in) = weight.format, weight.shape
-    share = INT8_SHARE if kind.is_integer else FP8_SHARE
-    return (
-        (2 <= rows <= MAX_ROWS or (rows > MAX_ROWS and fills_tiles(rows, n_rows, n_in, share)))
-        and kind.bits == 8
-        and kind.group == 0
-        and kind.scale_dtype is torch.float32
-        and n_in % 16 == 0
-        and n_rows % (16 if gate else 8) == 0
-        and dtype in (torch.bfloat16, torch.float16)
-        and is_hopper(weight.data.device)
-    )
+def refuses(product: Product) -> str | None:
+    """Return why there is no kernel for a product: there is for 8-bit weights with a scale for each row."""
+    rows, n_rows, n_in, kind, dtype, gate = product[:6]
+    if rows < 2 or kind is None or kind.bits != 8 or kind.group or kind.scale_dtype is not torch.float32:
+        return "for two or more rows, and 8 bits with scales of rows"
+    if dtype not in (torch.bfloat16, torch.float16) or n_in % 16 or n_rows % (16 if gate else 8):
+        return "for rows in 16 bits, and whole tiles"
+    if rows > MAX_ROWS and not fills_tiles(rows, n_rows, n_in, INT8_SHARE if kind.is_integer else FP8_SHARE):
+        return "its tiles would leave SMs idle"
+    return None if product.is_hopper else "for Hopper"
 
 
 def cuda_gemm(

@@ -14,8 +14,8 @@ from minisgl.ops.quantized import Format, Quantized
 from minisgl.rounding import ceil_div, round_up
 from minisgl.triton.epilogue import Unfinished, finished
 from minisgl.triton.launch import is_noted
-from minisgl.triton.linear import Norm
 from minisgl.triton.nvrtc import is_hopper, launch, load_kernel
+from minisgl.triton.product import Norm, Product
 from minisgl.triton.quantized_gemv import quantized_gemv
 
 WARPS: Final = 8
@@ -137,18 +137,18 @@ class Chain(NamedTuple):
         return x
 
 
-def supports(x: Tensor, link: Link) -> bool:
-    """Whether there is a kernel: for per-row scales with 8 bits, and for groups of 128 columns with 4 bits."""
-    return (
-        _supports_matrix(link.weight)
-        and x.dtype in FLOATS
-        and (link.norm is None or link.norm.weight.dtype == x.dtype)
-        and is_hopper(x.device)
-    )
+def refuses(product: Product) -> str | None:
+    """Return why there is no kernel for a product: there is for one row, and for `_supports_matrix`."""
+    if product.kind is None or product.rows != 1:
+        return "for one row and quantized weights"
+    if not _supports_matrix(product.kind, product.n_in):
+        return "for scales of rows in 8 bits, or of 128 columns in 4"
+    if product.dtype not in FLOATS or product.norm_dtype not in (None, product.dtype):
+        return "for rows in 16 bits, and norms in the same type"
+    return None if product.is_hopper else "for Hopper"
 
 
-def _supports_matrix(weight: Quantized) -> bool:
-    kind, n_in = weight.format, weight.shape[-1]
+def _supports_matrix(kind: Format, n_in: int) -> bool:
     if kind.bits == 8:
         is_supported = kind.group == 0 and n_in % UNIT == 0 and kind.scale_dtype is torch.float32
     else:
@@ -284,8 +284,8 @@ def supports_experts(x: Tensor, top_k: int, gate_up: Quantized, down: Quantized)
         and units * UNIT * WARPS * 8 == top_k * size * kind.bits
         and (kind.bits == 8 or units % 2 == 0)
         and top_k * size <= MAX_INPUTS
-        and _supports_matrix(gate_up)
-        and _supports_matrix(down)
+        and _supports_matrix(gate_up.format, gate_up.shape[-1])
+        and _supports_matrix(down.format, down.shape[-1])
         and x.dtype in FLOATS
         and is_hopper(x.device)
     )
@@ -309,14 +309,12 @@ def cuda_experts(x: Tensor, experts: Tensor, choices: Tensor, gate_up: Quantized
 
 def cuda_gemv(
     x: Tensor, weight: Quantized, bias: Tensor | None, gate: str = "", norm: Norm | None = None
-) -> tuple[Tensor, Tensor] | None:
-    """x [1, K] -> (out [1, N], x + residual [1, K], or x itself without a residual); None if there is no kernel.
+) -> tuple[Tensor, Tensor]:
+    """x [1, K] -> (out [1, N], x + residual [1, K], or x itself without a residual), unless `refuses` has a reason.
 
     Both may be `Unfinished`: nothing is launched until a reader asks, or a projection follows that attention reads.
     """
     link = Link(weight, bias, gate, norm)
-    if not supports(x, link):
-        return None
     chain = x.work if isinstance(x, Unfinished) else None
     if not isinstance(chain, Chain) or not chain.takes(link):
         chain = Chain(finished(x))

@@ -6,6 +6,7 @@ an H200 (`benchmark/kernels/ops.py --all`, 2026-11-21); its floors are bytes of 
 
 from __future__ import annotations
 
+from functools import lru_cache
 from typing import Final, NamedTuple
 
 import torch
@@ -17,18 +18,12 @@ from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 from minisgl.triton.epilogue import gated
 from minisgl.triton.gemm import GemmConfig
 from minisgl.triton.launch import pdl_options
+from minisgl.triton.norm import add_rms_norm, rms_norm
+from minisgl.triton.product import Norm
 
 MAX_GEMM_ROWS: Final = 64
 NUM_SMS: Final = 132  # of an H100 or H200
 FULL_WAVE: Final = 88  # programs of `gemm`: fewer leave too many SMs idle for a large K
-
-
-class Norm(NamedTuple):
-    """What precedes a GEMM: `residual` += x, if there is a residual, and an RMS norm."""
-
-    residual: Tensor | None
-    weight: Tensor
-    eps: float
 
 
 # -- GEMV
@@ -151,6 +146,7 @@ def gemv(
 # -- GEMM
 
 
+@lru_cache(maxsize=4096)
 def gemm_config(rows: int, n_rows: int, n_in: int, dtype: torch.dtype, gate: str = "") -> GemmConfig | None:
     """Return the tile for weights [n_rows, n_in] in 16 bits, or None if cuBLAS is faster or the shape does not fit.
 
@@ -179,3 +175,12 @@ def gemm_config(rows: int, n_rows: int, n_in: int, dtype: torch.dtype, gate: str
     if programs <= NUM_SMS:
         return GemmConfig(block_m, 64, 128, split_k, 6, 4)
     return GemmConfig(block_m, 64, 64, split_k, 4, 4) if block_m == 64 else GemmConfig(block_m, 64, 128, split_k, 3, 4)
+
+
+def normalised(x: Tensor, norm: Norm | None) -> tuple[Tensor, Tensor]:
+    """Return x after `norm`, and x + residual, which overwrites the residual."""
+    if norm is None:
+        return x, x
+    if norm.residual is None:
+        return rms_norm(x, norm.weight, norm.eps), x
+    return add_rms_norm(x, norm.residual, norm.weight, norm.eps)

@@ -164,6 +164,7 @@ def launch(
     check(code, "cuLaunchKernelEx")
 
 
+@cache
 def is_hopper(device: torch.device) -> bool:
     """Whether kernels can be compiled for this device and run there."""
     return device.type == "cuda" and torch.cuda.get_device_capability(device) == (9, 0) and libraries() is not None

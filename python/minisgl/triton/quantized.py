@@ -19,15 +19,14 @@ from torch import Tensor, empty
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
 from minisgl.ops.quantized import E4M3, Quantized
+from minisgl.rounding import ceil_div
 from minisgl.triton.cublas import cublas_linear
-from minisgl.triton.cuda_gemm import MAX_ROWS, cuda_gemm, supports
-from minisgl.triton.cuda_gemv import cuda_gemv
+from minisgl.triton.cuda_gemm import MAX_ROWS, cuda_gemm
 from minisgl.triton.epilogue import Products, Unfinished, finished, gate_and_mul, gated, load_finished
 from minisgl.triton.gemm import GemmConfig, Split, gemm
 from minisgl.triton.launch import MAX_CHAINED, pdl_options
-from minisgl.triton.linear import NUM_SMS, Norm
-from minisgl.triton.norm import add_rms_norm, rms_norm
-from minisgl.triton.quantized_gemv import quantized_gemv
+from minisgl.triton.linear import NUM_SMS, normalised
+from minisgl.triton.product import Norm, Product
 
 MAX_EXACT_ROWS: Final = {8: 32, 4: 16}  # up to this many rows, activations are split in two; by bits per weight
 # Up to this many rows, cuBLAS with a per-tensor scale and a rescaling kernel is faster than cuBLAS with per-row scales.
@@ -275,56 +274,73 @@ def widen(weight: Quantized, dtype: torch.dtype) -> Tensor:
     return out
 
 
-def max_rows(weight: Quantized) -> float:
-    """Return the largest number of rows for which Triton's kernel is used instead of cuBLAS."""
-    kind, (n_rows, n_in) = weight.format, weight.shape
+def refuses_rows(product: Product) -> str | None:
+    """Return why cuBLAS is faster than Triton's kernel."""
+    kind, most = product.kind, math.inf
+    assert kind is not None, "not quantized"
     if kind.bits == 4:
-        return 256  # gate_up at 256 rows: 79 us; 143 dequantized, by cuBLAS
+        most = 256  # gate_up at 256 rows: 79 us; 143 dequantized, by cuBLAS
     # Our int8 kernel is faster than cuBLAS's. cuBLAS reads block scales four at a time.
-    if kind.is_integer or (kind.group and weight.scale.shape[1] % 4):
-        return math.inf
-    if kind.group:
-        return 64
-    # At 128 rows, a layer with attention takes 165 us by our kernel and 186 by cuBLAS. But down, which has a large K,
-    # takes 24 at 64 rows, and 16 by cuBLAS.
-    return 32 if n_in > 2 * n_rows else 128
+    elif not (kind.is_integer or (kind.group and ceil_div(product.n_in, kind.group) % 4)):
+        # At 128 rows, a layer with attention takes 165 us by our kernel and 186 by cuBLAS. But down, which has a large
+        # K, takes 24 at 64 rows, and 16 by cuBLAS.
+        most = 64 if kind.group else 32 if product.n_in > 2 * product.n_rows else 128
+    return f"for up to {most} rows" if product.rows > most else None
 
 
-def quantized_linear(
-    x: Tensor, weight: Quantized, bias: Tensor | None, gate: str, norm: Norm | None = None
+def by_tensor_cores(
+    x: Tensor, weight: Quantized, bias: Tensor | None, gate: str, norm: Norm | None
 ) -> tuple[Tensor, Tensor]:
-    """x [M, K] -> (`reference.linear` after `norm`, x + residual); overwrites the residual unless M is 1.
+    """Quantize the rows, and multiply by Triton's kernel."""
+    split, parts = _quantized(x, weight, norm)
+    return _multiply(split, parts, x, weight, bias, gate), _total(x, norm)
 
-    The result may be `Unfinished`.
-    """
+
+def by_cuda(x: Tensor, weight: Quantized, bias: Tensor | None, gate: str, norm: Norm | None) -> tuple[Tensor, Tensor]:
+    """Quantize the rows, and multiply by the kernel in CUDA C++, or by Triton's if it cannot be compiled."""
+    split, parts = _quantized(x, weight, norm)
+    out = cuda_gemm(split, len(x), parts, weight, bias, x.dtype, gate)
+    return (_multiply(split, parts, x, weight, bias, gate) if out is None else out), _total(x, norm)
+
+
+def by_cublas_in_fp8(
+    x: Tensor, weight: Quantized, bias: Tensor | None, gate: str, norm: Norm | None
+) -> tuple[Tensor, Tensor]:
+    """Quantize the rows to FP8, and multiply by cuBLAS. The result may be `Unfinished`."""
     rows, kind = len(x), weight.format
-    x = x if isinstance(x, Unfinished) else x.contiguous()
-    if rows == 1:
-        return cuda_gemv(x, weight, bias, gate, norm) or quantized_gemv(x, weight, bias, gate, norm)
-    total = x if norm is None or norm.residual is None else norm.residual
-    by_cuda = supports(rows, weight, x.dtype, gate)
-    if by_cuda or rows <= max_rows(weight):
-        parts = 2 if rows <= MAX_EXACT_ROWS[kind.bits] else 1
-        dtype, sum_group = torch.int8 if kind.is_integer else E4M3, kind.group if kind.bits == 4 else 0
-        split = split_rows(x, norm, parts, dtype=dtype, sum_group=sum_group, order=weight.order)
-        out = cuda_gemm(split, rows, parts, weight, bias, x.dtype, gate) if by_cuda else None
-        if out is None:
-            n_rows, n_in = weight.shape
-            config = split_config(rows, parts, kind.bits, n_rows, n_in, gate)
-            out = gemm(split, rows, parts, weight, bias, x.dtype, gate, config)
-        return out, total
-    if kind.bits == 8:
-        split = split_rows(x, norm, 1, scale_group=kind.group)
-        if not kind.group and (gate or rows <= MAX_ONE_SCALE):
-            out = cublas_linear.scaled(split.parts, weight.data, None, torch.bfloat16)
-            result = Unfinished(Products(out, rows, gate, x.dtype, (split.scale, weight.scale), bias))
-            # Attention and sampling read what follows a norm without a gate; they would only have it finished.
-            return (result if gate or norm is None else result.finished()), total
-        out = cublas_linear.scaled(split.parts, weight.data, (split.scale, weight.scale), x.dtype)[:rows]
-        out = out if bias is None else out.add_(bias)
-    else:
-        if norm is not None:
-            residual, w, eps = norm
-            x = rms_norm(x, w, eps) if residual is None else add_rms_norm(x, residual, w, eps)[0]
-        out = cublas_linear(x, widen(weight, x.dtype), bias)
+    split = split_rows(x, norm, 1, scale_group=kind.group)
+    if not kind.group and (gate or rows <= MAX_ONE_SCALE):
+        out = cublas_linear.scaled(split.parts, weight.data, None, torch.bfloat16)
+        result = Unfinished(Products(out, rows, gate, x.dtype, (split.scale, weight.scale), bias))
+        # Attention and sampling read what follows a norm without a gate; they would only have it finished.
+        return (result if gate or norm is None else result.finished()), _total(x, norm)
+    out = cublas_linear.scaled(split.parts, weight.data, (split.scale, weight.scale), x.dtype)[:rows]
+    out = out if bias is None else out.add_(bias)
+    return (gate_and_mul(out, gate) if gate else out), _total(x, norm)
+
+
+def by_cublas_widened(
+    x: Tensor, weight: Quantized, bias: Tensor | None, gate: str, norm: Norm | None
+) -> tuple[Tensor, Tensor]:
+    """Dequantize 4-bit weights, and multiply by cuBLAS."""
+    normed, total = normalised(x, norm)
+    out = cublas_linear(normed, widen(weight, x.dtype), bias)
     return (gate_and_mul(out, gate) if gate else out), total
+
+
+def _quantized(x: Tensor, weight: Quantized, norm: Norm | None) -> tuple[Split, int]:
+    """Return the rows for our kernels, and their number of parts."""
+    kind = weight.format
+    parts = 2 if len(x) <= MAX_EXACT_ROWS[kind.bits] else 1
+    dtype, sum_group = torch.int8 if kind.is_integer else E4M3, kind.group if kind.bits == 4 else 0
+    return split_rows(x, norm, parts, dtype=dtype, sum_group=sum_group, order=weight.order), parts
+
+
+def _multiply(split: Split, parts: int, x: Tensor, weight: Quantized, bias: Tensor | None, gate: str) -> Tensor:
+    n_rows, n_in = weight.shape
+    config = split_config(len(x), parts, weight.format.bits, n_rows, n_in, gate)
+    return gemm(split, len(x), parts, weight, bias, x.dtype, gate, config)
+
+
+def _total(x: Tensor, norm: Norm | None) -> Tensor:
+    return x if norm is None or norm.residual is None else norm.residual

@@ -18,7 +18,8 @@ from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 from minisgl.ops.quantized import Quantized
 from minisgl.triton.epilogue import gated
 from minisgl.triton.launch import INTERPRETED, pdl_options
-from minisgl.triton.linear import NUM_SMS, Norm
+from minisgl.triton.linear import NUM_SMS
+from minisgl.triton.product import Norm
 
 SHARED_MEMORY: Final = 220 << 10  # bytes on an SM for the tiles in flight
 

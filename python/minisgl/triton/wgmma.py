@@ -6,7 +6,7 @@ from functools import cache
 from typing import NamedTuple
 
 
-class Product(NamedTuple):
+class Instruction(NamedTuple):
     """A form of wgmma: its name behind `m64nN`, and its operands behind the predicate."""
 
     kind: str
@@ -16,7 +16,7 @@ class Product(NamedTuple):
 
 
 @cache
-def multiply_source(columns: int, product: Product) -> str:
+def multiply_source(columns: int, product: Instruction) -> str:
     """Return a function: sums [64, columns] = a b + (more ? sums : 0), over 32 inputs of 8 bits or 16 of 16 bits.
 
     wgmma names all registers of its result, so its text depends on their number. They are float4, or int4 for sums of

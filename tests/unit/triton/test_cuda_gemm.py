@@ -32,7 +32,6 @@ from minisgl.triton.cuda_gemm import (
     fills_tiles,
     plan_gemm,
     plan_large_gemm,
-    supports,
 )
 from minisgl.triton.gemm import Split
 from minisgl.triton.wgmma import multiply_source
@@ -92,11 +91,6 @@ def test_a_product_names_all_its_registers() -> None:
             assert f"m64n{columns}{product.kind}" in source and source.count(f'"+{kind}"') == n
             used = {int(i) for i in re.findall(r"%(\d+)", source)}
             assert used == set(range(n + (6 if product.has_left else 3)))
-
-
-def test_a_cpu_has_no_such_kernel() -> None:
-    weight = Format(8, 0).empty(16, 512, torch.device("cpu"))
-    assert not supports(16, weight, torch.bfloat16, "")
 
 
 def quantize(x: Tensor, parts: int, is_int: bool) -> tuple[Split, Tensor]:

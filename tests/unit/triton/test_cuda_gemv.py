@@ -28,12 +28,11 @@ from minisgl.triton.cuda_gemv import (
     Total,
     plan_experts,
     plan_launch,
-    supports,
     supports_experts,
 )
 from minisgl.triton.epilogue import Unfinished
 from minisgl.triton.launch import compile_ahead
-from minisgl.triton.linear import Norm
+from minisgl.triton.product import Norm
 from support.cuda_on_cpu import compile_on_cpu, compiler
 
 FP8, INT8 = Format(8, 0), Format(8, 0, is_integer=True)
@@ -160,7 +159,6 @@ def test_experts(kind: Format, hidden: int, size: int, top_k: int, dtype: torch.
 
 def test_a_cpu_has_no_such_kernel() -> None:
     x = torch.zeros(1, 512).bfloat16()
-    assert not supports(x, Link(FP8.empty(16, 512, torch.device("cpu"))))
     experts = FP8.empty(8 * 512, 512, torch.device("cpu")).experts(8)
     assert not supports_experts(x, 8, experts, experts)
 
@@ -199,7 +197,6 @@ def test_without_a_compiled_kernel(monkeypatch: pytest.MonkeyPatch, caplog: pyte
     def by_triton(x: Tensor, weight: Quantized, bias: object, gate: str, norm: Norm | None) -> tuple[Tensor, Tensor]:
         return x[:, :1] + torch.zeros(1, len(weight), dtype=x.dtype), x if norm is None else x + norm.residual
 
-    monkeypatch.setattr(cuda_gemv, "supports", lambda x, link: True)
     monkeypatch.setattr(nvrtc, "libraries", lambda: (None, None))
     monkeypatch.setattr(cuda_gemv, "quantized_gemv", by_triton)
     monkeypatch.setattr(torch.cuda, "get_device_properties", lambda device: SimpleNamespace(multi_processor_count=132))

@@ -1,0 +1,131 @@
+"""The kernels of linear layers in one table: which one runs for which product, and why not another."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping
+from functools import lru_cache
+from itertools import groupby
+from typing import Any, Final, NamedTuple
+
+import torch
+from torch import Tensor
+
+from minisgl.ops.quantized import Format, Quantized
+from minisgl.triton import cuda_gemm, cuda_gemv, quantized
+from minisgl.triton.cublas import cublas_linear
+from minisgl.triton.epilogue import Unfinished, finished, gate_and_mul
+from minisgl.triton.gemm import gemm
+from minisgl.triton.linear import gemm_config, gemv, normalised
+from minisgl.triton.nvrtc import is_hopper
+from minisgl.triton.product import Norm, Product
+from minisgl.triton.quantized_gemv import quantized_gemv
+
+# With more inputs, loading the residual and the norm's weight in every program costs more than a separate kernel, which
+# takes 1.5 to 1.9 us. With / without the norm, N x K: 151936 x 1024 70.8 / 69.6; 6144 x 4096 15.9 / 13.1 (11.9 in tiles
+# of 2); 24576 x 4096 51.8 / 45.3; 34816 x 5120 97.7 / 79.2; 151936 x 5120 388 / 334.
+MAX_FUSED_INPUTS: Final = 2048
+
+EXPLAINED_ROWS: Final = (1, 2, 4, 8, 16, 32, 64, 128, 256, 512, 1024, 2048, 8192)
+
+Facts = Iterator[tuple[str, str]]
+Run = Callable[[Tensor, Any, Tensor | None, str, Norm | None], tuple[Tensor, Tensor]]
+"""(x [M, K], weight, bias, gate, norm) -> (`reference.linear` after `norm`, x + residual).
+
+Overwrites the residual unless M is 1. The results may be `Unfinished`.
+"""
+
+
+class Kernel(NamedTuple):
+    """A way to multiply, and why it refuses a product."""
+
+    name: str
+    refuses: Callable[[Product], str | None]
+    run: Run
+
+
+def _gemv(x: Tensor, weight: Tensor, bias: Tensor | None, gate: str, norm: Norm | None) -> tuple[Tensor, Tensor]:
+    if norm is not None and x.shape[1] <= MAX_FUSED_INPUTS:
+        return gemv(x, weight, bias, residual=norm.residual, norm_weight=norm.weight, eps=norm.eps, gate=gate)
+    normed, total = normalised(x, norm)
+    return gemv(normed, weight, bias, gate=gate)[0], total
+
+
+def _gemm(x: Tensor, weight: Tensor, bias: Tensor | None, gate: str, norm: Norm | None) -> tuple[Tensor, Tensor]:
+    n_rows, n_in = weight.shape
+    config = gemm_config(len(x), n_rows, n_in, x.dtype, gate)
+    assert config is not None, "refused"
+    normed, total = normalised(x, norm)
+    return gemm(normed, len(x), 1, weight, bias, x.dtype, gate, config), total
+
+
+def _cublas(x: Tensor, weight: Tensor, bias: Tensor | None, gate: str, norm: Norm | None) -> tuple[Tensor, Tensor]:
+    normed, total = normalised(x, norm)
+    if gate:  # our kernel may be faster without it
+        return gate_and_mul(multiply(normed, weight, bias)[0], gate), total
+    return cublas_linear(normed, weight, bias), total
+
+
+def _unless(holds: Callable[[Product], object], reason: str) -> Callable[[Product], str | None]:
+    return lambda product: None if holds(product) else reason
+
+
+def _refuses_tiles(p: Product) -> str | None:
+    if p.kind is not None:
+        return "for weights in 16 bits"
+    config = gemm_config(p.rows, p.n_rows, p.n_in, p.dtype, p.gate)
+    return "no tile is faster than cuBLAS" if config is None else None
+
+
+def _refuses_rows(p: Product) -> str | None:
+    return "for quantized weights" if p.kind is None else quantized.refuses_rows(p)
+
+
+# In order of preference; the first that does not refuse runs.
+KERNELS: Final = (
+    Kernel("gemv.cu", cuda_gemv.refuses, cuda_gemv.cuda_gemv),
+    Kernel(
+        "GEMV, quantized",
+        _unless(lambda p: p.rows == 1 and p.kind, "for one row and quantized weights"),
+        quantized_gemv,
+    ),
+    Kernel("GEMV", _unless(lambda p: p.rows == 1 and not p.kind, "for one row and weights in 16 bits"), _gemv),
+    Kernel("gemm.cu", cuda_gemm.refuses, quantized.by_cuda),
+    Kernel("GEMM, quantized", _refuses_rows, quantized.by_tensor_cores),
+    Kernel("cuBLAS in FP8", _unless(lambda p: p.kind and p.kind.bits == 8, "for 8 bits"), quantized.by_cublas_in_fp8),
+    Kernel("cuBLAS, dequantized", _unless(lambda p: p.kind, "for quantized weights"), quantized.by_cublas_widened),
+    Kernel("GEMM", _refuses_tiles, _gemm),
+    Kernel("cuBLAS", _unless(lambda p: not p.kind, "for weights in 16 bits"), _cublas),
+)
+
+
+@lru_cache(maxsize=4096)
+def choose(product: Product) -> Kernel:
+    """Return the kernel for a product."""
+    return next(kernel for kernel in KERNELS if kernel.refuses(product) is None)
+
+
+def multiply(
+    x: Tensor, weight: Tensor | Quantized, bias: Tensor | None = None, gate: str = "", norm: Norm | None = None
+) -> tuple[Tensor, Tensor]:
+    """Run the kernel for a product; see `Run`."""
+    x = x if isinstance(x, Unfinished) and isinstance(weight, Quantized) else finished(x).contiguous()
+    return choose(Product.of(x, weight, gate, norm)).run(x, weight, bias, gate, norm)
+
+
+def explain(matrices: Mapping[str, tuple[int, int, str]], kind: Format | None, dtype: torch.dtype) -> Facts:
+    """Yield a line for each matrix, given as (weight rows, inputs, gate): the kernels by rows of x, on this machine.
+
+    The last line has what never runs, and why.
+    """
+    on_hopper = is_hopper(torch.device("cuda"))
+    products = {
+        name: [Product(rows, n_rows, n_in, kind, dtype, gate, is_hopper=on_hopper) for rows in EXPLAINED_ROWS]
+        for name, (n_rows, n_in, gate) in matrices.items()
+    }
+    for name, each in products.items():
+        runs = groupby(each, lambda product: choose(product).name)
+        yield f"kernels of {name}", "; ".join(f"from {next(run).rows} rows {kernel}" for kernel, run in runs)
+    every = [product for each in products.values() for product in each]
+    unused = [kernel for kernel in KERNELS if all(choose(product) is not kernel for product in every)]
+    reasons = {k.name: " or ".join(dict.fromkeys(filter(None, map(k.refuses, every)))) for k in unused}
+    yield "kernels not used", "; ".join(f"{name}: {found or 'others are faster'}" for name, found in reasons.items())
