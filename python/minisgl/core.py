@@ -72,7 +72,8 @@ class BatchPlan:
     histories          int32 [H]       history records of rows that begin to draft, concatenated
     proposals          PROPOSAL [D]    drafts from the host
     moves              MOVE [N]        pages to copy to and from tiers, in this order, before anything else
-    restores           COPY [K]        copies from snapshots to rows, before the step and behind those of earlier steps
+    restores           COPY [K]        copies from snapshots to rows, after earlier steps and before this one; a row's
+                                       first slot may be in a later plan
     captures           COPY [C]        copies from rows to snapshots: of WINDOW after the step, of STATE within it, when
                                        the row's chunk has come to `position`
     """

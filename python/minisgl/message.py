@@ -269,7 +269,7 @@ class UserMsg(msgspec.Struct, tag="user", frozen=True, kw_only=True, omit_defaul
     """A tokenized request; `input_ids` are int32 bytes.
 
     `output_ids` (int32 bytes) are the tokens that another replica has generated for it, after which it continues. None
-    means that the request is new.
+    means that the request is new. The first `system_tokens` of the prompt are one that others may share.
     """
 
     uid: Annotated[int, msgspec.Meta(ge=0, le=2**63 - 1)]
@@ -277,6 +277,7 @@ class UserMsg(msgspec.Struct, tag="user", frozen=True, kw_only=True, omit_defaul
     sampling_params: SamplingParams
     place: Annotated[int, msgspec.Meta(ge=0, le=2**31 - 1)] = 0  # as of `TokenizeMsg`
     output_ids: bytes | None = None
+    system_tokens: Annotated[int, msgspec.Meta(ge=0, le=2**31 - 1)] = 0
 
 
 class FlushCacheMsg(msgspec.Struct, tag="flush", frozen=True):

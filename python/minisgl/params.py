@@ -182,11 +182,15 @@ def _converted(field: msgspec.structs.FieldInfo, value: Any) -> Any:
 
 
 class Limits(msgspec.Struct, frozen=True, kw_only=True):
-    """The limits of a request to one model. With `embeds`, the model computes embeddings and no text."""
+    """The limits of a request to one model. With `embeds`, the model computes embeddings and no text.
+
+    With `has_snapshots`, a cached prompt can be used only where it was captured, so its system prompt is marked.
+    """
 
     max_model_len: int
     vocab_size: int
     embeds: bool = False
+    has_snapshots: bool = False
     max_stop_strings: int = 16
     max_stop_length: int = 256
     max_stop_token_ids: int = 64

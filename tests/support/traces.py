@@ -58,12 +58,20 @@ class Harness:
                 ids, output = ids_to_bytes(prompt), ids_to_bytes(self.outputs[uid])
                 self.io.inbox.append(UserMsg(uid=uid, input_ids=ids, sampling_params=sampling, output_ids=output))
 
-    def add(self, prompt: Sequence[int], max_tokens: int | None = 8, place: int = 0, **params: object) -> int:
+    def add(
+        self,
+        prompt: Sequence[int],
+        max_tokens: int | None = 8,
+        place: int = 0,
+        system_tokens: int = 0,
+        **params: object,
+    ) -> int:
         uid = len(self.requests)
         sampling = SamplingParams(max_tokens=max_tokens, temperature=0.0, **params)  # type: ignore[arg-type]
         self.requests[uid] = (list(prompt), sampling)
         self.outputs[uid] = []
-        self.io.inbox.append(UserMsg(uid=uid, input_ids=ids_to_bytes(prompt), sampling_params=sampling, place=place))
+        known = {"input_ids": ids_to_bytes(prompt), "place": place, "system_tokens": system_tokens}
+        self.io.inbox.append(UserMsg(uid=uid, sampling_params=sampling, **known))
         return uid
 
     def abort(self, uid: int) -> None:

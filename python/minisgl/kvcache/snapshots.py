@@ -6,6 +6,8 @@ have neither locks nor reference counts.
 
 from __future__ import annotations
 
+from collections import OrderedDict
+from dataclasses import dataclass
 from typing import TYPE_CHECKING, Final, NamedTuple
 
 from minisgl.errors import InvariantError
@@ -15,6 +17,7 @@ if TYPE_CHECKING:
 
 STEP_TOKENS: Final = 9  # that a row decodes in one step at most, drafts included
 IN_FLIGHT: Final = 2 * STEP_TOKENS  # that a row decodes in steps whose results are not collected yet
+CHANCES: Final = 6
 WHOLE_TEXT: Final = 1 << 30  # tokens: a slot is a page for any text
 
 
@@ -87,18 +90,27 @@ class IdPool:
         self.free.extend(ids)
 
 
+@dataclass(slots=True, eq=False)
 class Snapshot:
     """What a text needs to go on: ids for its last span, in each pool."""
 
-    restored_in = 0  # the newest step that copies it to a row
+    is_shared: bool = False  # prompts are known to part there
+    chances: int = 0  # to be passed over when it would be dropped
+    restored_in: int = 0  # the newest step that copies it to a row
 
 
 class Snapshots:
-    """The snapshots at the ends of a tree's nodes, the least recently used first."""
+    """The snapshots at the ends of a tree's nodes, in the order in which they are dropped: by last use.
+
+    Where prompts are known to part, a snapshot is passed over CHANCES times. If a conversation has come to a newer
+    snapshot, the one before is dropped first, unless the last conversation has gone on from one like that: a template
+    that leaves out the reasoning of earlier answers makes them do so.
+    """
 
     def __init__(self, pools: list[IdPool]) -> None:
         self.pools = pools
-        self.of: dict[Node, Snapshot] = {}
+        self.of: OrderedDict[Node, Snapshot] = OrderedDict()
+        self._newest_is_used = True
 
     def free(self, snapshot: Snapshot) -> None:
         """Free the ids of a snapshot that no node has."""
@@ -109,13 +121,22 @@ class Snapshots:
         """Give a node a snapshot; free it if the node has one, or if nothing is cached."""
         if node is None or node in self.of:
             self.free(snapshot)
-        else:
-            self.of[node] = snapshot
+            return
+        self.of[node], snapshot.chances = snapshot, CHANCES * snapshot.is_shared
+        before = node.parent
+        while before is not None and len(before.children) == 1 and self._newest_is_used:
+            if before in self.of:
+                self.of.move_to_end(before, last=False)
+                break
+            before = before.parent
 
     def use(self, node: Node) -> None:
         """Record that the step that has just matched a node restores its snapshot."""
-        snapshot = self.of[node] = self.of.pop(node)
-        snapshot.restored_in = node.timestamp
+        snapshot = self.of[node]
+        snapshot.restored_in, snapshot.chances = node.timestamp, CHANCES * snapshot.is_shared
+        self.of.move_to_end(node)
+        if not snapshot.is_shared:
+            self._newest_is_used = not node.children
 
     def remove(self, node: Node) -> None:
         """Free the snapshot of a node, if it has one."""
@@ -123,5 +144,10 @@ class Snapshots:
             self.free(snapshot)
 
     def oldest(self, retired: int) -> Node | None:
-        """Return the node of the least recently used snapshot that no step after `retired` restores."""
-        return next((node for node, snapshot in self.of.items() if snapshot.restored_in <= retired), None)
+        """Return the node whose snapshot is to be dropped; none that a step after `retired` restores."""
+        while (node := next((n for n, s in self.of.items() if s.restored_in <= retired), None)) is not None:
+            if not self.of[node].chances:
+                break
+            self.of[node].chances -= 1
+            self.of.move_to_end(node)
+        return node

@@ -18,6 +18,8 @@ from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+import msgspec
+
 import minisgl
 from minisgl.checkpoint import hf
 from minisgl.checkpoint.embedder import read_embedder
@@ -139,10 +141,12 @@ def check_model(args: ServerArgs) -> Checked:
     from minisgl.tokenizer.tokenize import TokenizeManager, model_limits
 
     engine = args.scheduler.engine
-    folder = Checkpoint.read(engine).folder
+    checkpoint = Checkpoint.read(engine)
+    folder = checkpoint.folder
     for path in [] if engine.dummy_weight else hf.weight_files(folder):
         hf.require_complete(path)
-    limits = model_limits(folder, engine.max_seq_len)
+    has_snapshots = checkpoint.model.window is not None
+    limits = msgspec.structs.replace(model_limits(folder, engine.max_seq_len), has_snapshots=has_snapshots)
     template = ChatTemplate.of_folder(folder, engine.load_chat_template(), engine.template_kwargs)
     tokenizer = TokenizeManager(folder, limits, template).tokenizer
     if beyond := [t.content for i, t in tokenizer.get_added_tokens_decoder().items() if i >= limits.vocab_size]:

@@ -98,6 +98,8 @@ class LLM:
             ranks = stack.enter_context(running_ranks(config))
             self._io = OfflineIO()
             self.scheduler = ranks.start(lambda: Scheduler.from_config(config, self._io, ranks.group))
+            has_snapshots = self.scheduler.cache.bounded is not None
+            self.tokenizer.limits = msgspec.structs.replace(self.tokenizer.limits, has_snapshots=has_snapshots)
             stack.callback(self.scheduler.engine.shutdown)
             stack.callback(ranks.group.bus.close)  # called earlier: some collectives end only when all ranks leave
             stack.callback(self.scheduler.save)
@@ -224,7 +226,10 @@ class LLM:
             ids = self.tokenizer.tokenize(msgspec.structs.replace(m, sampling_params=p))
             self.scheduler.admission.output_budget(len(ids), p)
             choices = [choice_params(p, i) for i in range(p.n)]
-            users = [UserMsg(uid=next(self._uids), input_ids=ids_to_bytes(ids), sampling_params=c) for c in choices]
+            head, packed = self.tokenizer.system_tokens(m, ids), ids_to_bytes(ids)
+            users = [
+                UserMsg(uid=next(self._uids), input_ids=packed, sampling_params=c, system_tokens=head) for c in choices
+            ]
             requests.append(Request(users, m.text))
         return requests
 

@@ -58,11 +58,12 @@ class BoundedState:
                 for index, source in pool.snapshots[snapshot].items()
             ]
         # The third prompt that begins alike finds what the second has captured where it parted from the first.
-        ends = *req.prompt_marks, handle.branch * page_size, len(req.ids) - 1
-        req.capture_at = sorted({end // page_size * page_size for end in ends})
+        ends = (len(req.ids) - 1, False), (req.system_tokens, True), (handle.branch * page_size, True)
+        req.capture_at = dict(sorted({end // page_size * page_size: is_shared for end, is_shared in ends}.items()))
 
-    def extend(self, req: Req, stop: int) -> None:
-        """Give a row the ids that it lacks for the first `stop` tokens of its text."""
+    def extend(self, req: Req, stop: int | None = None) -> None:
+        """Give a row the ids that it lacks for the first `stop` tokens of its text, or for all of its pages."""
+        stop = len(req.pages) * self._rows.page_size if stop is None else stop
         for pool in self.pools:
             span = pool.span(int(self.settled[req.row]), stop)
             for index, i in pool.extend(pool.rows[req.row], span).items():
@@ -79,10 +80,10 @@ class BoundedState:
     def add_chunk(self, req: Req, start: int, stop: int) -> None:
         """Give a row the ids for a chunk of its prompt, and capture what is wanted of it, as far as there is room."""
         self.extend(req, min(stop + IN_FLIGHT, req.max_len - 1))
-        for length in req.capture_at:
+        for length, is_shared in req.capture_at.items():
             if not (start < length <= stop and self.has_room(length)):
                 continue
-            snapshot = Snapshot()
+            snapshot = Snapshot(is_shared)
             req.captures.append((length, snapshot))
             for pool in self.pools:
                 own, ids = pool.rows[req.row], pool.extend({}, pool.span(length, length))

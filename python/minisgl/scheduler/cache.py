@@ -64,15 +64,6 @@ class CacheManager:
         del self._free[cut:]
         return pages
 
-    def extend(self, req: Req, count: int) -> bool:
-        """Give a decoding request `count` more pages; return false if there are too few."""
-        if (pages := self.allocate(count)) is None:
-            return False
-        self.rows.set_pages(req, len(req.pages), pages)
-        if self.bounded is not None:
-            self.bounded.extend(req, len(req.pages) * self.page_size)
-        return True
-
     def match(self, req: Req, most: int | None = None) -> MatchResult:
         """Return the longest cached prefix, of at most so many pages, that leaves a token of a request to compute.
 

@@ -11,6 +11,7 @@ from minisgl.scheduler.plan import decode_flags
 from minisgl.scheduler.req import Status
 
 if TYPE_CHECKING:
+    from minisgl.layout import Records
     from minisgl.scheduler.drafts import Drafts
     from minisgl.scheduler.req import Req
     from minisgl.scheduler.scheduler import Scheduler
@@ -73,30 +74,32 @@ def _check_bounded(scheduler: Scheduler) -> None:
     for pool in () if bounded is None else bounded.pools:
         assert bounded is not None
         cached = {i for snapshot in bounded.snapshots.of.values() for i in pool.snapshots[snapshot].values()}
-        lists = [pool.free, *(ids.values() for ids in (*pool.rows.values(), *pool.snapshots.values()))]
-        if sorted(chain(*lists)) != list(range(pool.capacity)) or pool.spare < 0 or pool.excess > pool.reserve:
-            raise InvariantError(f"ids of group {pool.group} are lost, held twice, or held in excess")
         owners = {*bounded.snapshots.of.values(), *(snapshot for req in held for _, snapshot in req.captures)}
         if pool.rows.keys() != {req.row for req in held} or pool.snapshots.keys() != owners:
             raise InvariantError(f"ids of group {pool.group} belong to rows or snapshots that are gone")
+        ids = [*pool.free, *chain(*(of.values() for of in (*pool.rows.values(), *pool.snapshots.values())))]
+        if sorted(ids) != list(range(pool.capacity)) or pool.spare < 0 or pool.excess > pool.reserve:
+            raise InvariantError(f"ids of group {pool.group} are lost, held twice, or held in excess")
         for node, snapshot in bounded.snapshots.of.items():
             length = node.depth * rows.page_size
             if [*pool.snapshots[snapshot]] != [*pool.span(length, length)]:
                 raise InvariantError(f"the snapshot at depth {node.depth} has not the ids for its text")
         for req in held:
-            ids, needed = pool.rows[req.row], pool.span(int(bounded.settled[req.row]), int(rows.cached_len[req.row]))
-            if not {*needed} <= ids.keys() or min(ids, default=needed.start) < needed.start:
-                raise InvariantError(f"{req} needs {needed} of group {pool.group} and has {ids}")
+            own, needed = pool.rows[req.row], pool.span(int(bounded.settled[req.row]), int(rows.cached_len[req.row]))
+            if not {*needed} <= own.keys() or min(own, default=needed.start) < needed.start:
+                raise InvariantError(f"{req} needs {needed} of group {pool.group} and has {own}")
         for plan in (step.plan for step in scheduler.launched):
-            restores, captures, writes = (
-                x[x["group"] == pool.group] for x in (plan.restores, plan.captures, plan.page_writes)
-            )
-            written = {*restores["target"].tolist(), *captures["target"].tolist(), *writes["page"].tolist()}
-            if not {*restores["source"].tolist()} <= cached - written:
-                raise InvariantError(f"step {plan.step} restores what it writes, or what is no snapshot's: {restores}")
-            starts = dict(plan.slots[["row", "start"]].tolist())
-            if any(starts.get(row, length) != length for *_, row, length in restores.tolist()):
-                raise InvariantError(f"step {plan.step} restores {restores}, and computes {plan.slots}")
+            restored, starts = _ids(plan.restores, pool.group, "source"), dict(plan.slots[["row", "start"]].tolist())
+            written = _ids(plan.restores, pool.group, "target") | _ids(plan.captures, pool.group, "target")
+            if not restored <= cached - written - _ids(plan.page_writes, pool.group, "page"):
+                raise InvariantError(f"step {plan.step} restores what it writes, or what is no snapshot's: {restored}")
+            if any(starts.get(row, length) != length for *_, row, length in plan.restores.tolist()):
+                raise InvariantError(f"step {plan.step} restores {plan.restores}, and computes {plan.slots}")
+
+
+def _ids(records: Records, group: int, name: str) -> set[int]:
+    """Return the ids of `group` in one field of a plan's records."""
+    return {*records[name][records["group"] == group].tolist()}
 
 
 def _check_rows(scheduler: Scheduler) -> None:

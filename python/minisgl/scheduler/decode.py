@@ -46,7 +46,7 @@ class DecodeManager:
         A request at a page boundary needs one more page. When the pool is dry, `preempt_for(req)` preempts the newest
         request and says whether to try again; if not, the request skips this step.
         """
-        rows = self.rows
+        rows, bounded = self.rows, self.cache.bounded
         index = self.index
         is_ready = rows.cached_len[index] < rows.limit[index]
         if is_ready.all():
@@ -56,9 +56,13 @@ class DecodeManager:
         needs_page = ~is_ready & (rows.limit[index] < rows.max_len[index] - 1)
         for req in [self.running[i] for i in np.flatnonzero(needs_page).tolist()]:
             if req.status is Status.RUNNING:  # not preempted for an older request in this loop
-                while not self.cache.extend(req, 1):
+                while (page := self.cache.allocate(1)) is None:
                     is_short = True
                     if not preempt_for(req):
                         break
+                else:
+                    rows.set_pages(req, len(req.pages), page)
+                    if bounded is not None:
+                        bounded.extend(req)
         index = self.index
         return index[rows.cached_len[index] < rows.limit[index]], is_short

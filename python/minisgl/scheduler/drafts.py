@@ -161,8 +161,10 @@ class Drafts:
             req = rows.requests[running[i]]
             assert req is not None, f"row {running[i]} runs without a request"
             missing = self.cache.pages_for(int(min(length[i] + counts[i] + 1, req.max_len - 1))) - len(req.pages)
-            if missing > 0:
-                self.cache.extend(req, missing)
+            if missing > 0 and (pages := self.cache.allocate(missing)) is not None:
+                rows.set_pages(req, len(req.pages), pages)
+                if self.cache.bounded is not None:
+                    self.cache.bounded.extend(req)
         counts = np.minimum(counts, rows.limit[running] - length - 1).astype(np.int32)
         if len(proposals):
             is_used = np.zeros(rows.num_rows, np.bool_)

@@ -241,12 +241,11 @@ class RowWrites:
 
     def take_copies(self) -> tuple[Records, Records]:
         """Return the restores and captures since the last call, as in `BatchPlan`."""
-        if not self.restores and not self.captures:
+        if not (self.restores or self.captures):
             return NO_COPIES, NO_COPIES
-        restores = np.array([copy for copies in self.restores.values() for copy in copies], COPY)
-        captures = np.array(self.captures, COPY)
+        lists = [copy for copies in self.restores.values() for copy in copies], self.captures
         self.restores, self.captures = {}, []
-        return restores, captures
+        return np.array(lists[0], COPY), np.array(lists[1], COPY)
 
     def take(self) -> tuple[Records, Records, Ints]:
         """Return the page writes, row states and penalty records since the last call, as in `BatchPlan`."""

@@ -52,7 +52,7 @@ class Req:
         order: int,
         noise_key: int,
         place: int = 0,
-        prompt_marks: tuple[int, ...] = (),
+        system_tokens: int = 0,
     ) -> None:
         self.uid = uid
         self.order = order  # arrival number: the tie-breaker of every policy
@@ -72,8 +72,8 @@ class Req:
         self.table_idx: int | None = None
         self.pages: list[int] = []  # page ids by position, those shared with the prefix cache first
         self.cache_handle: Any = None  # the lock on the shared prefix
-        self.prompt_marks = prompt_marks  # numbers of tokens after which other prompts may part from this one
-        self.capture_at: list[int] = []  # the numbers of tokens of which snapshots are wanted
+        self.system_tokens = system_tokens  # of the prompt: others may begin with them
+        self.capture_at: dict[int, bool] = {}  # numbers of tokens to capture, and whether other prompts part there
         self.captures: list[tuple[int, Snapshot]] = []  # those that were made, until the result is finite
         self.is_loading = False  # a part of its cached prefix is still to be loaded from a tier
         self.matcher: TokenMatcher | None = None  # has advanced over all confirmed tokens; None without a grammar
@@ -162,7 +162,7 @@ class Admission:
             )
         self._arrivals += 1
         key = noise_key(msg.sampling_params.seed, self._sampling_seed, msg.uid)
-        req = Req(msg.uid, prompt, msg.sampling_params, max_tokens, self._arrivals, key, msg.place)
+        req = Req(msg.uid, prompt, msg.sampling_params, max_tokens, self._arrivals, key, msg.place, msg.system_tokens)
         if msg.output_ids:  # as after a preemption
             req.append_sampled(ids_from_bytes(msg.output_ids))
             if len(req.ids) >= req.max_len or not 0 <= req.ids.min() <= req.ids.max() < self._limits.vocab_size:

@@ -136,8 +136,13 @@ class Worker:
             reply = UserReply(uid=msg.uid, finish_reason=FinishReason.ERROR, failure=_failure(msg.uid, e))
             to_frontend.append(reply)
         else:
-            packed = ids_to_bytes(ids)
-            user = UserMsg(uid=msg.uid, input_ids=packed, sampling_params=msg.sampling_params, place=msg.place)
+            user = UserMsg(
+                uid=msg.uid,
+                input_ids=ids_to_bytes(ids),
+                sampling_params=msg.sampling_params,
+                place=msg.place,
+                system_tokens=self._tokenize.system_tokens(msg, ids),
+            )
             to_backend.append(user)
 
     def _with_texts(self, view: EngineView) -> EngineView:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from pathlib import Path
 from typing import TYPE_CHECKING, Final
 
@@ -22,6 +23,7 @@ if TYPE_CHECKING:
 EXACT_CHARS: Final = 256 * 1024  # up to this length, the tokens of a prompt that is too long are counted exactly
 PIECE_CHARS: Final = 64 * 1024
 CUT_TOKENS: Final = 16
+MAX_HEADS: Final = 16  # system prompts whose tokens are kept
 MAX_CONTEXTS: Final = 4  # the limit of a text that is only tokenized
 
 
@@ -44,6 +46,7 @@ class TokenizeManager:
         self.template = template or ChatTemplate.of_folder(folder)
         longest = max((len(token.encode()) for token in self.tokenizer.get_vocab()), default=1)
         self._last: tuple[TokenizeMsg, Ints] | None = None  # the newest prompt: choices of a request repeat it
+        self._heads: dict[str, Ints] = {}
         self._max_chars = self.limits.max_model_len * longest  # longer texts cannot fit
 
     def tokenize(self, msg: TokenizeMsg) -> Ints:
@@ -57,6 +60,27 @@ class TokenizeManager:
         ids = self._last[1]
         validate_prompt(ids, self.limits)
         return ids
+
+    def system_tokens(self, msg: TokenizeMsg, ids: Ints) -> int:
+        """Return how many of a prompt's tokens `ids` are its system prompt with its tools; 0 if nobody asks for it."""
+        if not self.limits.has_snapshots:
+            return 0
+        messages = msg.messages or []
+        head = list(itertools.takewhile(lambda m: m.get("role") in ("system", "developer"), messages))
+        if len(head) == len(messages) or not (head or msg.tools):
+            return 0
+        key = repr((head, msg.tools, msg.template_kwargs))
+        if key not in self._heads:
+            if len(self._heads) == MAX_HEADS:
+                del self._heads[next(iter(self._heads))]
+            opened = [*head, {"role": "user", "content": ""}]
+            try:
+                text = self._render(msgspec.structs.replace(msg, messages=opened, continue_final_message=True))
+                self._heads[key] = self._encode(text, add_special_tokens=False)
+            except RequestError:  # the template wants more, or drops such a message
+                self._heads[key] = ids[:0]
+        known = self._heads[key][: len(ids)]
+        return int(np.logical_and.accumulate(ids[: len(known)] == known).sum())
 
     def _prompt_ids(self, msg: TokenizeMsg) -> Ints:
         if msg.input_ids is not None:

@@ -83,6 +83,13 @@ def test_moves_between_tiers_are_planned_alike(depth: int, options: dict[str, An
     assert again == first
 
 
+@pytest.mark.parametrize("depth", [0, 1])
+def test_restores_and_captures_are_planned_alike(depth: int, options: dict[str, Any], path: str) -> None:
+    h, _ = run_random_trace(3, depth, "ngram", bounded="window state")
+    assert min(h.engine.num_copies) > 0
+    replay_of(h, path).advance()
+
+
 def run(h: Harness) -> None:
     for i in range(3):
         h.add([77, 78, 79, 80 + i], 6, stop=("secret",), cache_salt="pepper")

@@ -8,6 +8,7 @@ from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
+import msgspec
 import pytest
 
 from minisgl.api.parsers.output import OutputForms
@@ -18,7 +19,7 @@ from minisgl.params import Limits, SamplingParams
 from minisgl.tokenizer import tokenize as tokenize_module
 from minisgl.tokenizer import trial as trial_module
 from minisgl.tokenizer.template import MAX_MESSAGES, ChatTemplate
-from minisgl.tokenizer.tokenize import TokenizeManager
+from minisgl.tokenizer.tokenize import TokenizeManager, model_limits
 
 TOOL = {
     "type": "function",
@@ -267,3 +268,40 @@ def test_long_texts_cost_no_more_than_the_context(monkeypatch: pytest.MonkeyPatc
     with pytest.raises(RequestError, match="at least"):
         manager.encode(EncodeMsg(uid=1, prompt=TokenizeMsg(uid=1, sampling_params=SamplingParams(), text=text)))
     assert 4 <= len(pieces) < 8
+
+
+SYSTEM, USER = {"role": "system", "content": "Be brief."}, {"role": "user", "content": "Be brief. Who are you?"}
+
+
+@pytest.mark.parametrize(
+    ("chat", "end"),
+    [
+        ({"messages": [SYSTEM, USER]}, "Be brief.<|im_end|>\n<|im_start|>user\n"),
+        ({"messages": [SYSTEM | {"role": "developer"}, USER]}, "Be brief.<|im_end|>\n<|im_start|>user\n"),
+        ({"messages": [SYSTEM, SYSTEM, USER, SYSTEM, USER]}, "Be brief.<|im_end|>\n<|im_start|>user\n"),
+        ({"messages": [USER], "tools": [TOOL]}, "<|im_start|>user\n"),
+        ({"messages": [USER]}, None),
+        ({"messages": [SYSTEM]}, None),
+        ({"text": "Be brief."}, None),
+    ],
+)
+def test_the_end_of_the_system_prompt_is_found(folder: Path, chat: dict[str, Any], end: str | None) -> None:
+    """Where other conversations with the same one part from this one."""
+    manager = TokenizeManager(folder, msgspec.structs.replace(model_limits(folder), has_snapshots=True))
+    for _ in range(2):
+        ids = manager.tokenize(msg(**chat))
+        count = manager.system_tokens(msg(**chat), ids)
+        head = manager.tokenizer.decode(ids[:count].tolist(), skip_special_tokens=False)
+        assert head.endswith(end) and "Who" not in head if end else count == 0
+    for i in range(20):
+        manager.system_tokens(msg(messages=[SYSTEM | {"content": str(i)}, USER]), ids)
+    assert len(manager._heads) <= 16
+
+
+def test_a_template_may_refuse_a_system_prompt_alone(folder: Path) -> None:
+    template = ChatTemplate.of_folder(
+        folder, "{% if not messages[1].content %}{{ raise_exception('no') }}{% endif %}text"
+    )
+    manager = TokenizeManager(folder, msgspec.structs.replace(model_limits(folder), has_snapshots=True), template)
+    ids = manager.tokenize(msg(messages=[SYSTEM, USER]))
+    assert manager.system_tokens(msg(messages=[SYSTEM, USER]), ids) == 0
