@@ -29,7 +29,7 @@ PARTS: dict[str, tuple[str, ...]] = {
         "models",
     ),
     "attention backends and ops": ("attention", "ops"),
-    "kernels for NVIDIA GPUs": ("triton", "triton/cuda"),
+    "kernels for NVIDIA GPUs": ("triton", "hopper", "hopper/cuda"),
     "the CPU's step, called from Python": ("native",),
     "the CPU's step in C++": ("native/cpp",),
     "several ranks": ("distributed",),

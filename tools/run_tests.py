@@ -60,7 +60,7 @@ PARTS = (
         True,
     ),
     Part("several ranks, benchmarks", ("tests/lockstep", "tests/benchmark", "tests/unit/distributed")),
-    Part("CUDA kernels on a CPU", ("tests/unit/triton",), is_kernels=True),
+    Part("CUDA kernels on a CPU", ("tests/unit/hopper", "tests/unit/triton"), is_kernels=True),
 )
 # Folders of the package that no kernel imports.
 BESIDE_KERNELS = ("api", "bench", "chat", "grammar", "launch", "llm", "process", "routing", "tokenizer", "verify")

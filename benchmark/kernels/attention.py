@@ -160,7 +160,7 @@ class Setting:
             queries = kernel["BLOCK_M"] // (self.num_heads // KV_HEADS)
             tiling = replace(attention._large, queries=queries, kernel=kernel)
             attention._small = attention._large = replace(tiling, plan={**tiling.plan, "BLOCK_Q": queries})
-            attention._whole, attention._has_cuda = attention._large, False
+            attention._whole, attention._cuda = attention._large, None
         elif kind != "prefill":
             for options in (*attention._decode.values(), attention._decode_few):
                 options.update(changes)

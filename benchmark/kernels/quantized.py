@@ -27,9 +27,10 @@ from torch import Tensor
 from torch.nn import functional as F
 from triton.runtime.errors import OutOfResources
 
+from minisgl.hopper import gemm as cuda_gemm
 from minisgl.ops import reference
 from minisgl.ops.quantized import E4M3, Format, Quantized
-from minisgl.triton import cuda_gemm, ops
+from minisgl.triton import ops
 from minisgl.triton.cublas import cublas_linear
 from minisgl.triton.gemm import GemmConfig, gemm
 from minisgl.triton.kernels import multiply

@@ -113,7 +113,7 @@ def test_many_rows_by_clusters(
     kind: Format, rows: int, n_rows: int, n_in: int, gate: str, dtype: torch.dtype
 ) -> None:  # fmt: skip
     """Tiles beyond the ends of all dimensions; sums of positive numbers, which show what accumulators lose."""
-    from minisgl.triton.cuda_gemm import cuda_gemm
+    from minisgl.hopper.gemm import cuda_gemm
     from minisgl.triton.quantized import split_rows
 
     if torch.cuda.get_device_capability() != (9, 0):

@@ -9,7 +9,9 @@ import pytest
 import torch
 
 from contract.test_attention import MIXES
-from minisgl.triton import cuda_attention
+from minisgl.attention import triton as triton_attention
+from minisgl.hopper import attention as cuda_attention
+from minisgl.hopper import kernels
 from support.cuda_on_cpu import compiler, emulate
 from unit.attention.triton_cases import (
     Case,
@@ -162,7 +164,7 @@ def test_the_decode_kernel_in_cuda(
     lengths: list[int], page_size: int, group: int, window: int | None, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     ran = emulate(cuda_attention, monkeypatch)
-    monkeypatch.setattr(cuda_attention, "is_hopper", lambda device: True)
+    monkeypatch.setattr(triton_attention, "hopper", lambda: kernels)
     check_fp8([(1, length) for length in lengths], page_size, group, 128, HALF, CPU, window)
     assert "decode" in ran
 
@@ -179,7 +181,7 @@ def test_the_prefill_kernel_in_cuda(
     mix: list[tuple[int, int]], page_size: int, group: int, window: int | None, monkeypatch: pytest.MonkeyPatch
 ) -> None:  # fmt: skip
     ran = emulate(cuda_attention, monkeypatch)
-    monkeypatch.setattr(cuda_attention, "is_hopper", lambda device: True)
+    monkeypatch.setattr(triton_attention, "hopper", lambda: kernels)
     check_fp8(mix, page_size, group, 128, HALF, CPU, window)
     assert "prefill" in ran
 

@@ -2,11 +2,15 @@
 
 from __future__ import annotations
 
+import subprocess
+import sys
+from collections.abc import Iterator
 from itertools import product
 
 import pytest
 import torch
 
+from minisgl.hopper import kernels as hopper_kernels
 from minisgl.ops import reference
 from minisgl.ops.quantized import E8M0, Format
 from minisgl.triton import kernels
@@ -17,23 +21,28 @@ BF16 = torch.bfloat16
 FP8, INT8, INT4 = Format(8, 0), Format(8, 0, is_integer=True), Format(4, 128, scale_dtype=BF16)
 KINDS = (None, FP8, Format(8, 128), INT8, INT4, Format(4, 32, scale_dtype=E8M0))
 SHAPES = ((4096, 4096), (24576, 4096), (4096, 12288), (151936, 1024), (130, 200))
-FIRST = {None: "GEMV", FP8: "gemv.cu", INT8: "gemv.cu", INT4: "gemv.cu"}
 
 
-def test_every_product_has_a_kernel() -> None:
-    used = set()
-    for kind, (n_rows, n_in), rows, gate, is_hopper in product(
-        KINDS, SHAPES, (1, 2, 16, 33, 64, 129, 257, 4096), ("", "silu"), (False, True)
-    ):
-        call = Product(rows, n_rows, n_in, kind, BF16, gate, is_hopper=is_hopper)
+@pytest.fixture(params=[False, True], ids=["no Hopper", "Hopper"])
+def on_hopper(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> Iterator[bool]:
+    """Whether the kernels in CUDA C++ are in the table."""
+    monkeypatch.setattr(kernels, "hopper", lambda: hopper_kernels if request.param else None)
+    choose.cache_clear()
+    yield request.param
+    choose.cache_clear()
+
+
+def test_every_product_has_a_kernel(on_hopper: bool) -> None:
+    used, table = set(), kernels.table()
+    for kind, (n_rows, n_in), rows, gate in product(KINDS, SHAPES, (1, 2, 16, 33, 64, 129, 257, 4096), ("", "silu")):
+        call = Product(rows, n_rows, n_in, kind, BF16, gate)
         kernel = choose(call)
         assert kernel.refuses(call) is None
-        before = KERNELS[: KERNELS.index(kernel)]
-        assert all(isinstance(other.refuses(call), str) for other in before)
-        assert is_hopper or not kernel.name.endswith(".cu")
+        assert all(isinstance(other.refuses(call), str) for other in table[: table.index(kernel)])
         assert (kind is None) == (kernel.name in ("GEMV", "GEMM", "cuBLAS"))
         used.add(kernel.name)
-    assert used == {kernel.name for kernel in KERNELS}
+    assert used == {kernel.name for kernel in table}
+    assert ("gemv.cu" in used) == on_hopper
 
 
 @pytest.mark.parametrize("name", [kernel.name for kernel in KERNELS if not kernel.name.endswith(".cu")])
@@ -58,13 +67,20 @@ def test_the_reference_agrees(name: str) -> None:
     pytest.skip("its products are too large for the interpreter")
 
 
-@pytest.mark.parametrize(
-    ("is_hopper", "first"),
-    [(True, "from 1 rows gemv.cu; from 2 rows gemm.cu"), (False, "from 1 rows GEMV, quantized")],
-)
-def test_the_doctor_explains(is_hopper: bool, first: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(kernels, "is_hopper", lambda device: is_hopper)
+def test_the_doctor_explains(on_hopper: bool) -> None:
     (name, text), (last, reasons) = explain({"down": (4096, 12288, "")}, FP8, BF16)
-    assert name == "kernels of down" and text.startswith(first)
-    assert last == "kernels not used" and "GEMV: for one row and weights in 16 bits" in reasons
-    assert ("gemv.cu: for Hopper" in reasons) != is_hopper
+    assert name == "kernels of down" and last == "kernels not used"
+    assert text.startswith("from 1 rows gemv.cu; from 2 rows gemm.cu" if on_hopper else "from 1 rows GEMV, quantized")
+    assert "GEMV: for one row and weights in 16 bits" in reasons
+    assert ("gemv.cu and gemm.cu: for Hopper" in reasons) != on_hopper
+
+
+def test_nothing_needs_the_room_of_hopper() -> None:
+    """As if it were not installed: its folder is not found, and nothing has imported it."""
+    code = (
+        "import sys; sys.modules['minisgl.hopper'] = None\n"
+        "import minisgl.triton.ops, minisgl.attention.triton, minisgl.engine.graphs.runners\n"
+        "from minisgl.triton.launch import hopper; assert hopper() is None\n"
+        "assert not [name for name in sys.modules if name.startswith('minisgl.hopper.')]"
+    )
+    subprocess.run([sys.executable, "-c", code], check=True)

@@ -12,8 +12,8 @@ from typing import Any
 import pytest
 import torch
 
+from minisgl.hopper.nvrtc import SOURCES, Map
 from minisgl.native.build import Target, build_library
-from minisgl.triton.nvrtc import SOURCES, Map
 
 compiler = shutil.which("c++")
 

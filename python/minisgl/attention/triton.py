@@ -14,8 +14,7 @@ from minisgl.ops.quantized import Pages, QuantizedPages, data_and_scale
 from minisgl.rounding import ceil_div
 from minisgl.triton.attention_decode import BEGINS, PART, PLAN_ROWS, decode_attention, plan_decode
 from minisgl.triton.attention_prefill import COUNTERS, TILE, plan_prefill, prefill_attention
-from minisgl.triton.cuda_attention import cuda_decode, cuda_prefill, supports
-from minisgl.triton.launch import INTERPRETED, MAX_CHAINED, is_compiling_ahead, pdl_options
+from minisgl.triton.launch import INTERPRETED, MAX_CHAINED, hopper, is_compiling_ahead, pdl_options
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -94,7 +93,8 @@ class TritonAttention(AttentionBackend):
                 "NUM_SPLITS": splits,
                 "num_warps": 2 if block * dim <= 4096 else 4,
             }
-        self._has_cuda = spec.fp8_cache and supports(device, spec.dtype, dim, group, spec.page_size)
+        room = hopper() if spec.fp8_cache else None
+        self._cuda = room if room is not None and room.supports(spec.dtype, dim, group, spec.page_size) else None
         self._decode_few = {**self._decode[1], "NUM_SPLITS": few_splits, "num_warps": 4}
 
         # Large tiles read the keys half as often (with 64 rows, 400 TFLOP/s would need the whole bandwidth of the L2).
@@ -133,11 +133,11 @@ class TritonAttention(AttentionBackend):
                 self._counters,
                 shape.decodes,
                 WINDOW=reach,
-                EVEN=self._has_cuda and kernel is self._decode[1],
+                EVEN=self._cuda is not None and kernel is self._decode[1],
                 **{name: kernel[name] for name in ("NUM_SPLITS", "NUM_KV_HEADS", "TILE_KEYS")},
             )
         chunks = self._list_chunks(layout, shape) if shape.chunks else None
-        fused_rows = FEW_ROWS if self._has_cuda else FUSED_ROWS
+        fused_rows = FUSED_ROWS if self._cuda is None else FEW_ROWS
         is_fused = chunks is None and shape.queries == 1 and shape.decodes <= fused_rows
         return _Step(self.ops, batch, page_table, out_loc, self, kernel, chunks, is_fused)
 
@@ -171,9 +171,9 @@ class TritonAttention(AttentionBackend):
 
     def run_chunks(self, q: Tensor, pages: Pages, page_table: Tensor, chunks: _Tiles, out: Tensor) -> None:
         """Write the output of the prompt chunks to their rows of `out`."""
-        if self._has_cuda and chunks.tiling is self._whole and q.dtype is torch.float16:
+        if self._cuda is not None and chunks.tiling is self._whole and q.dtype is torch.float16:
             data, scales = data_and_scale(pages)
-            if cuda_prefill(
+            if self._cuda.cuda_prefill(
                 q, data, scales, page_table, chunks.work, chunks.tiling.plan["MAX_PARTS"], out, self._scale,
                 self._window, self._num_sms,
             ) and not is_compiling_ahead():  # fmt: skip
@@ -200,9 +200,9 @@ class TritonAttention(AttentionBackend):
         With `heads`, `q` has q, k and v, which are not normalised and rotated yet.
         """
         table, kernel = step.page_table, step.kernel
-        if self._has_cuda and kernel is self._decode[1] and q.dtype is torch.float16:
+        if self._cuda is not None and kernel is self._decode[1] and q.dtype is torch.float16:
             data, scales = data_and_scale(pages)
-            if cuda_decode(
+            if self._cuda.cuda_decode(
                 q, data, scales, table, self._work, self._counters, self._part, self._lse, out, self._scale,
                 kernel["NUM_SPLITS"], self._window,
             ):  # fmt: skip

@@ -17,8 +17,8 @@ from minisgl.engine.config import EngineSpec, resolve
 from minisgl.engine.costs import measure_costs
 from minisgl.engine.draft_model import make_draft_model
 from minisgl.engine.drafting import Drafting
-from minisgl.engine.memory import plan_memory
-from minisgl.engine.runner import NO_TOKENS, RUNNERS, ForwardOutput, Parts, Runner
+from minisgl.engine.memory import MemoryPlan, plan_memory
+from minisgl.engine.runner import NO_TOKENS, RUNNERS, ForwardOutput, Parts, Runner, RunnerFactory
 from minisgl.engine.state import LogitPenalties, RowState
 from minisgl.kvcache.snapshots import Bounded
 from minisgl.kvcache.storage import DiskStore, HostStore, Mover
@@ -49,65 +49,41 @@ class Engine:
 
     def __init__(self, spec: EngineSpec, device: Device, group: Group | None = None) -> None:
         """Load the model, size the K/V pool and make the runners. All ranks of a `group` do so at the same time."""
-        self.spec = spec
-        self.device = device
+        self.spec, self.device = spec, device
+        self.page_size, self.max_running_requests = spec.page_size, spec.max_running_requests
+        self.eos_token_ids, self.is_async = spec.eos_token_ids, device.is_async
+        embeds, vocab_size = spec.pooling is not None, spec.model.vocab_size
+        self.limits = Limits(max_model_len=spec.max_seq_len, vocab_size=vocab_size, embeds=embeds)
         factory = RUNNERS.load(device.type)(spec, device)
-        group = group or Group(spec.info)
-        comm = group.communicator(device.torch_device, spec.use_pynccl)
-        m, rows = spec.model, spec.max_running_requests
-        ops = resolve_ops(device.type)
-        comm = comm.with_peers(spec.max_step_tokens, m.hidden_size, spec.dtype, ops)
-        tell("loading weights", spec.info.rank == 0)
-        progress = Progress("loading weights", "B", spec.info.rank == 0).update
-        kind = made(device.type, spec.quantization or "", m.hidden_size)
-        model = load_model(
-            spec.folder, m, spec.dtype, device, ops, spec.dummy_weight, progress, comm, kind, factory.holds
-        )
-        cached = E4M3 if spec.fp8_cache else spec.dtype
-        dtypes = [cached, cached, torch.float32][: 1 + max(state.spec.group for state in model.states)]
-        stores = tuple(StateStore(spec.page_size, dtype, device.torch_device) for dtype in dtypes)  # of each group
-        for state in model.states:
-            stores[state.spec.group].add([state])
-        # One row more than requests: the dummy row pads captured steps.
-        row_state = RowState(rows + 1, spec.pages_per_row, device.torch_device, len(stores))
-        mixers = spec.mixers(model.mixers, device.type, ops)
-        embeds = spec.pooling is not None
-        limits = self.limits = Limits(max_model_len=spec.max_seq_len, vocab_size=m.vocab_size, embeds=embeds)
-        max_biases = limits.max_logit_bias + limits.max_stop_token_ids + len(spec.eos_token_ids)
-        penalties = LogitPenalties(0 if embeds else rows + 1, m.vocab_size, max_biases, device)
-        parts = Parts(device, ops, model, stores, mixers, row_state, penalties, comm, VocabParallel(comm, m.vocab_size))
-        if spec.drafter is not None:
-            has_model = spec.draft is not None
-            drafter = make_draft_model(parts, spec, factory.holds) if has_model else DRAFTERS.load(spec.drafter)(ops)
-            drafting = Drafting(rows + 1, spec.max_seq_len, row_state.last_token, drafter, device)
-            parts = replace(parts, drafting=drafting)
-        self.parts = parts
-        for store in stores:
-            store.allocate(1)
-        factory.warm_up(parts)
-        self.memory = plan_memory(parts, spec)
+        self.parts = load_parts(spec, device, group or Group(spec.info), factory, self.limits)
+        self.memory = self._size_stores(factory)
         self.num_pages = self.memory.num_pages[FULL]
-        windows = {WINDOW: m.window or 0, STATE: 0}
+        windows = {WINDOW: spec.model.window or 0, STATE: 0}
         counts = enumerate(self.memory.num_pages)
         self.bounded = [Bounded(group, count, windows[group]) for group, count in counts if group != FULL and count]
-        # One page more in each group: the dummy page, to which unused slots of a captured step write.
-        for store, count in zip(stores, self.memory.num_pages, strict=True):
-            store.allocate(count + 1)
-            for tensor in store.tensors:
-                device.use_large_pages(tensor)
-        self._forget_pages()
-        self.runners: list[Runner] = factory.make(parts)
-        self.memory = self.memory.with_weights(parts.weight_bytes)  # the C++ step packs them
-        self.mover = Mover(stores[FULL], self._stores(), device)
+        self.runners: list[Runner] = factory.make(self.parts)
+        self.memory = self.memory.with_weights(self.parts.weight_bytes)  # the C++ step packs them
+        self.mover = Mover(self.parts.stores[FULL], self._stores(), device)
         self.tiers = [store.spec for store in self.mover.stores]
         tell("measuring steps", spec.info.rank == 0)
         self._costs = measure_costs(lambda plan: self.launch(plan).wait, spec, self.memory.num_pages, device.is_async)
         self._forget_pages()
         _log.debug("a step costs %s", self._costs)
-        self.page_size = spec.page_size
-        self.max_running_requests = rows
-        self.eos_token_ids = spec.eos_token_ids
-        self.is_async = device.is_async
+
+    def _size_stores(self, factory: RunnerFactory) -> MemoryPlan:
+        """Warm up, measure the largest steps, and give the stores the memory that is left."""
+        stores = self.parts.stores
+        for store in stores:
+            store.allocate(1)
+        factory.warm_up(self.parts)
+        memory = plan_memory(self.parts, self.spec)
+        # One page more in each group: the dummy page, to which unused slots of a captured step write.
+        for store, count in zip(stores, memory.num_pages, strict=True):
+            store.allocate(count + 1)
+            for tensor in store.tensors:
+                self.device.use_large_pages(tensor)
+        self._forget_pages()
+        return memory
 
     @classmethod
     def from_config(cls, config: EngineConfig, max_step_tokens: int, group: Group) -> Engine:
@@ -159,8 +135,8 @@ class Engine:
 
     def _forget_pages(self) -> None:
         """Let all rows point to the dummy pages."""
-        for table, count in zip(self.parts.state.page_tables, self.memory.num_pages, strict=True):
-            table.fill_(count)
+        for table, store in zip(self.parts.state.page_tables, self.parts.stores, strict=True):
+            table.fill_(store.num_pages - 1)
 
     def _stores(self) -> list[Store]:
         """The tiers that `--host-kv` and `--disk-kv` ask for, of which each rank takes an equal part."""
@@ -212,3 +188,31 @@ class Engine:
             "max_model_len": spec.max_seq_len,
             "max_running_requests": spec.max_running_requests,
         }
+
+
+def load_parts(spec: EngineSpec, device: Device, group: Group, factory: RunnerFactory, limits: Limits) -> Parts:
+    """Load the weights of this rank, and make what the runners share. The stores have no pages yet."""
+    m, rows, ops = spec.model, spec.max_running_requests, resolve_ops(device.type)
+    comm = group.communicator(device.torch_device, spec.use_pynccl)
+    comm = comm.with_peers(spec.max_step_tokens, m.hidden_size, spec.dtype, ops)
+    tell("loading weights", spec.info.rank == 0)
+    progress = Progress("loading weights", "B", spec.info.rank == 0).update
+    kind = made(device.type, spec.quantization or "", m.hidden_size)
+    model = load_model(spec.folder, m, spec.dtype, device, ops, spec.dummy_weight, progress, comm, kind, factory.holds)
+    cached = E4M3 if spec.fp8_cache else spec.dtype
+    dtypes = [cached, cached, torch.float32][: 1 + max(state.spec.group for state in model.states)]
+    stores = tuple(StateStore(spec.page_size, dtype, device.torch_device) for dtype in dtypes)  # of each group
+    for declared in model.states:
+        stores[declared.spec.group].add([declared])
+    # One row more than requests: the dummy row pads captured steps.
+    state = RowState(rows + 1, spec.pages_per_row, device.torch_device, len(stores))
+    mixers = spec.mixers(model.mixers, device.type, ops)
+    max_biases = limits.max_logit_bias + limits.max_stop_token_ids + len(spec.eos_token_ids)
+    penalties = LogitPenalties(0 if limits.embeds else rows + 1, m.vocab_size, max_biases, device)
+    vocab = VocabParallel(comm, m.vocab_size)
+    parts = Parts(device, ops, model, stores, mixers, state, penalties, comm, vocab)
+    if spec.drafter is None:
+        return parts
+    has_model = spec.draft is not None
+    drafter = make_draft_model(parts, spec, factory.holds) if has_model else DRAFTERS.load(spec.drafter)(ops)
+    return replace(parts, drafting=Drafting(rows + 1, spec.max_seq_len, state.last_token, drafter, device))

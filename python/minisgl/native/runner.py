@@ -26,6 +26,8 @@ from minisgl.ops.quantized import INT8, Format, Quantized, data_and_scale
 from minisgl.ops.sampling import rows_per_pass
 
 if TYPE_CHECKING:
+    from collections.abc import Iterator
+
     import numpy.typing as npt
     from torch import Tensor
 
@@ -256,52 +258,27 @@ class NativeRunner:
         return out
 
     def _with_prompt_logprobs(self, plan: BatchPlan) -> Ints:
-        """Run a plan with prompt logprobs, in passes whose logits fit in memory.
-
-        Each prompt token becomes a slot of its own, so that the library computes its logits.
-        """
-        slots = _split_into_tokens(plan.slots)
-        widths = np.where((slots["flags"] & Flag.DRAFTS) != 0, slots["stop"] - slots["start"], 1)
-        samples = np.cumsum(np.where((slots["flags"] & Flag.SAMPLES) != 0, widths, 0)) - 1
-        pass_of_slot = np.maximum(samples, 0) // rows_per_pass(self.parts.model.config.vocab_size)
-        outs = []
-        special = []
-        special_logits = []
-        logprobs = []
-        rest = replace(plan, masks=NO_MASKS)
-        for part in np.split(slots, np.flatnonzero(np.diff(pass_of_slot)) + 1):
-            from_host = part[(part["flags"] & Flag.FROM_DEVICE) == 0]
-            count = int((from_host["stop"] - from_host["start"]).sum())
-            part_plan = replace(rest, slots=part, tokens=rest.tokens[:count])
-            out = self._call(part_plan, _step_plan(part_plan))
-            flags, logits = part_plan.sampled_flags, self.logits(out.shape[1])
-            is_prompt = (flags & Flag.PROMPT_LOGPROBS) != 0
+        """Run a plan with prompt logprobs, in passes; return all lines of a result."""
+        sampled, logprobs, special, special_logits = [], [], [], []
+        ids = torch.from_numpy(plan.prompt_logprob_ids)
+        for part in _passes(plan, rows_per_pass(self.parts.model.config.vocab_size)):
+            out, flags = self._call(part, _step_plan(part)), part.sampled_flags
+            logits, is_prompt = self.logits(out.shape[1]), (flags & Flag.PROMPT_LOGPROBS) != 0
             is_special = ((flags & (~PLAIN | Flag.MASKED)) != 0) & ~is_prompt  # these calls have no masks
-            num_ids = int(is_prompt.sum())
-            ids = torch.from_numpy(rest.prompt_logprob_ids[:num_ids])
-            wanted = torch.full_like(ids, Flag.LOGPROBS)
-            logprobs.append(self.parts.ops.token_logprobs(logits[is_prompt], ids, wanted))
+            targets, ids = ids[: is_prompt.sum()], ids[is_prompt.sum() :]
+            wanted = torch.full_like(targets, Flag.LOGPROBS)
+            logprobs.append(self.parts.ops.token_logprobs(logits[is_prompt], targets, wanted))
             special_logits.append(logits[is_special])
             special.append(is_special[~is_prompt])
-            outs.append(out[:, ~is_prompt])
-            rest = replace(
-                rest,
-                tokens=rest.tokens[count:],
-                prompt_logprob_ids=rest.prompt_logprob_ids[num_ids:],
-                page_writes=NO_PAGE_WRITES,
-                row_states=NO_ROW_STATES,
-            )
-        sampled = np.concatenate(outs, 1)
-        index = np.flatnonzero(np.concatenate(special))
+            sampled.append(out[:, ~is_prompt])
+        columns, index = np.concatenate(sampled, 1), np.flatnonzero(np.concatenate(special))
         if len(index):
-            sampled = self._sample(plan, index, torch.cat(special_logits), sampled)
-        count = sampled.shape[1]
-        columns = np.zeros((2 + StepResult.WIDTH, count + len(plan.prompt_logprob_ids)), np.int32)
-        columns[: len(sampled), :count] = sampled
-        columns[0, count:] = plan.prompt_logprob_ids
-        columns[1, count:] = 1
-        columns[2:, count:] = torch.cat(logprobs, 1).numpy()
-        return columns
+            columns = self._sample(plan, index, torch.cat(special_logits), columns)
+        result = np.zeros((2 + StepResult.WIDTH, columns.shape[1] + len(plan.prompt_logprob_ids)), np.int32)
+        of_answers, of_prompts = np.split(result, [columns.shape[1]], 1)  # views
+        of_answers[: len(columns)] = columns
+        of_prompts[0], of_prompts[1], of_prompts[2:] = plan.prompt_logprob_ids, 1, torch.cat(logprobs, 1).numpy()
+        return result
 
     def _sample(self, plan: BatchPlan, special: npt.NDArray[np.intp], logits: Tensor, out: Ints) -> Ints:
         """Sample the columns `special` [n] with `logits` [n, V] in torch; return `out` with these columns replaced."""
@@ -371,6 +348,22 @@ def _step_plan(plan: BatchPlan, masks: Ints = NO_MASKS) -> StepPlan:
     call = StepPlan(*addresses, counts[0], *counts[2:6])
     call.arrays = arrays
     return call
+
+
+def _passes(plan: BatchPlan, most: int) -> Iterator[BatchPlan]:
+    """Yield parts of a plan with prompt logprobs, whose slots sample up to about `most` tokens, without masks.
+
+    Each token of a prompt becomes a slot of its own, so that the library computes its logits.
+    """
+    slots, rest = _split_into_tokens(plan.slots), replace(plan, masks=NO_MASKS)
+    widths = np.where((slots["flags"] & Flag.DRAFTS) != 0, slots["stop"] - slots["start"], 1)
+    samples = np.cumsum(np.where((slots["flags"] & Flag.SAMPLES) != 0, widths, 0)) - 1
+    pass_of_slot = np.maximum(samples, 0) // most
+    for part in np.split(slots, np.flatnonzero(np.diff(pass_of_slot)) + 1):
+        from_host = part[(part["flags"] & Flag.FROM_DEVICE) == 0]
+        count = int((from_host["stop"] - from_host["start"]).sum())
+        yield replace(rest, slots=part, tokens=rest.tokens[:count])
+        rest = replace(rest, tokens=rest.tokens[count:], page_writes=NO_PAGE_WRITES, row_states=NO_ROW_STATES)
 
 
 def _split_into_tokens(slots: Records) -> Records:

@@ -126,7 +126,7 @@ class Unfinished(Tensor):
     """A result [T, N] whose reader may do the rest of the work with its own, which saves a kernel.
 
     The kernels that quantize rows (`quantized.py`) take a GEMM's `Products`: they apply scales, bias and activation.
-    The GEMV that follows one or more GEMVs makes them one kernel (`cuda_gemv.py: Chain`). Any other reader, PyTorch's
+    The GEMV that follows one or more GEMVs makes them one kernel (`hopper/gemv.py: Chain`). Any other reader, PyTorch's
     ops and communicators included, gets the result of `work.finish`, which is called once; `work` is then None. A
     result that is read after the end of a CUDA graph must be finished inside the graph.
     """

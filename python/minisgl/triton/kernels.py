@@ -5,19 +5,19 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Mapping
 from functools import lru_cache
 from itertools import groupby
-from typing import Any, Final, NamedTuple
+from typing import Final
 
 import torch
 from torch import Tensor
 
 from minisgl.ops.quantized import Format, Quantized
-from minisgl.triton import cuda_gemm, cuda_gemv, quantized
+from minisgl.triton import quantized
 from minisgl.triton.cublas import cublas_linear
 from minisgl.triton.epilogue import Unfinished, finished, gate_and_mul
 from minisgl.triton.gemm import gemm
+from minisgl.triton.launch import hopper
 from minisgl.triton.linear import gemm_config, gemv, normalised
-from minisgl.triton.nvrtc import is_hopper
-from minisgl.triton.product import Norm, Product
+from minisgl.triton.product import Kernel, Norm, Product
 from minisgl.triton.quantized_gemv import quantized_gemv
 
 # With more inputs, loading the residual and the norm's weight in every program costs more than a separate kernel, which
@@ -28,19 +28,6 @@ MAX_FUSED_INPUTS: Final = 2048
 EXPLAINED_ROWS: Final = (1, 2, 4, 8, 16, 32, 64, 128, 256, 512, 1024, 2048, 8192)
 
 Facts = Iterator[tuple[str, str]]
-Run = Callable[[Tensor, Any, Tensor | None, str, Norm | None], tuple[Tensor, Tensor]]
-"""(x [M, K], weight, bias, gate, norm) -> (`reference.linear` after `norm`, x + residual).
-
-Overwrites the residual unless M is 1. The results may be `Unfinished`.
-"""
-
-
-class Kernel(NamedTuple):
-    """A way to multiply, and why it refuses a product."""
-
-    name: str
-    refuses: Callable[[Product], str | None]
-    run: Run
 
 
 def _gemv(x: Tensor, weight: Tensor, bias: Tensor | None, gate: str, norm: Norm | None) -> tuple[Tensor, Tensor]:
@@ -80,16 +67,14 @@ def _refuses_rows(p: Product) -> str | None:
     return "for quantized weights" if p.kind is None else quantized.refuses_rows(p)
 
 
-# In order of preference; the first that does not refuse runs.
+# In order of preference, behind those of `hopper`.
 KERNELS: Final = (
-    Kernel("gemv.cu", cuda_gemv.refuses, cuda_gemv.cuda_gemv),
     Kernel(
         "GEMV, quantized",
         _unless(lambda p: p.rows == 1 and p.kind, "for one row and quantized weights"),
         quantized_gemv,
     ),
     Kernel("GEMV", _unless(lambda p: p.rows == 1 and not p.kind, "for one row and weights in 16 bits"), _gemv),
-    Kernel("gemm.cu", cuda_gemm.refuses, quantized.by_cuda),
     Kernel("GEMM, quantized", _refuses_rows, quantized.by_tensor_cores),
     Kernel("cuBLAS in FP8", _unless(lambda p: p.kind and p.kind.bits == 8, "for 8 bits"), quantized.by_cublas_in_fp8),
     Kernel("cuBLAS, dequantized", _unless(lambda p: p.kind, "for quantized weights"), quantized.by_cublas_widened),
@@ -98,10 +83,16 @@ KERNELS: Final = (
 )
 
 
+def table() -> tuple[Kernel, ...]:
+    """Return the kernels of this machine, in order of preference."""
+    room = hopper()
+    return KERNELS if room is None else (*room.KERNELS, *KERNELS)
+
+
 @lru_cache(maxsize=4096)
 def choose(product: Product) -> Kernel:
-    """Return the kernel for a product."""
-    return next(kernel for kernel in KERNELS if kernel.refuses(product) is None)
+    """Return the kernel for a product: the first that does not refuse it."""
+    return next(kernel for kernel in table() if kernel.refuses(product) is None)
 
 
 def multiply(
@@ -117,15 +108,15 @@ def explain(matrices: Mapping[str, tuple[int, int, str]], kind: Format | None, d
 
     The last line has what never runs, and why.
     """
-    on_hopper = is_hopper(torch.device("cuda"))
     products = {
-        name: [Product(rows, n_rows, n_in, kind, dtype, gate, is_hopper=on_hopper) for rows in EXPLAINED_ROWS]
+        name: [Product(rows, n_rows, n_in, kind, dtype, gate) for rows in EXPLAINED_ROWS]
         for name, (n_rows, n_in, gate) in matrices.items()
     }
     for name, each in products.items():
         runs = groupby(each, lambda product: choose(product).name)
         yield f"kernels of {name}", "; ".join(f"from {next(run).rows} rows {kernel}" for kernel, run in runs)
     every = [product for each in products.values() for product in each]
-    unused = [kernel for kernel in KERNELS if all(choose(product) is not kernel for product in every)]
-    reasons = {k.name: " or ".join(dict.fromkeys(filter(None, map(k.refuses, every)))) for k in unused}
+    unused = [kernel for kernel in table() if all(choose(product) is not kernel for product in every)]
+    reasons = {} if hopper() is not None else {"gemv.cu and gemm.cu": "for Hopper, with NVRTC"}
+    reasons |= {k.name: " or ".join(dict.fromkeys(filter(None, map(k.refuses, every)))) for k in unused}
     yield "kernels not used", "; ".join(f"{name}: {found or 'others are faster'}" for name, found in reasons.items())

@@ -7,6 +7,9 @@ from collections.abc import Callable, Hashable, Iterator
 from concurrent.futures import ThreadPoolExecutor, as_completed
 from contextlib import contextmanager
 from functools import cache
+from importlib import import_module
+from importlib.util import find_spec
+from types import ModuleType
 from typing import Any, Final
 
 import torch
@@ -33,6 +36,16 @@ _noted: dict[Hashable, Callable[[], object]] | None = None  # loaders of kernels
 def has_pdl(device: torch.device) -> bool:
     """Whether a kernel may start before its predecessor in the stream has ended (sm_90 and later)."""
     return device.type == "cuda" and torch.version.hip is None and torch.cuda.get_device_capability(device) >= (9, 0)
+
+
+@cache
+def hopper() -> ModuleType | None:
+    """Return the kernels in CUDA C++ (`hopper/kernels.py`), if they are there and can run on this machine's GPU."""
+    has_gpu = torch.cuda.is_available() and torch.cuda.get_device_capability() == (9, 0)
+    if not has_gpu or find_spec("minisgl.hopper") is None:
+        return None
+    room = import_module("minisgl.hopper.kernels")
+    return room if room.is_usable() else None
 
 
 def pdl_options(device: torch.device, is_chained: bool = True) -> dict[str, Any]:

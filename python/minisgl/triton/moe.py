@@ -16,7 +16,6 @@ from torch import Tensor, empty, empty_like
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
 from minisgl.ops.quantized import E4M3, E8M0, Quantized
-from minisgl.triton.cuda_gemv import cuda_experts
 from minisgl.triton.gemm import (
     add_4bit_products,
     as_float,
@@ -25,7 +24,7 @@ from minisgl.triton.gemm import (
     join_parts,
     less_zeros,
 )
-from minisgl.triton.launch import INTERPRETED, pdl_options
+from minisgl.triton.launch import INTERPRETED, hopper, pdl_options
 from minisgl.triton.moe_routing import Lists, route, route_and_list
 from minisgl.triton.quantized import split_rows
 from minisgl.triton.quantized_gemv import numbers_as_float
@@ -59,8 +58,9 @@ def moe(
     bits = min(w.format.bits if isinstance(w, Quantized) else 16 for w in (gate_up, down))
     if pairs * MIN_EXPERTS_PER_PAIR <= num_experts and not (bits == 8 and down.shape[2] > MAX_FP8_GEMV_INPUTS):
         experts, weights = route(router_logits, top_k, normalise)
-        if isinstance(gate_up, Quantized) and isinstance(down, Quantized):
-            out = cuda_experts(x, experts, weights, gate_up, down)
+        room = hopper()
+        if room is not None and isinstance(gate_up, Quantized) and isinstance(down, Quantized):
+            out: Tensor | None = room.cuda_experts(x, experts, weights, gate_up, down)
             if out is not None:
                 return out
         return pair_down(pair_gate_up(x, experts, gate_up), experts, weights, down)

@@ -1,14 +1,14 @@
-"""What a linear layer multiplies: all that the choice of a kernel depends on."""
+"""What a linear layer multiplies, all that the choice of a kernel depends on; and what a kernel is to the table."""
 
 from __future__ import annotations
 
-from typing import NamedTuple
+from collections.abc import Callable
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
 from minisgl.ops.quantized import Format, Quantized
-from minisgl.triton.nvrtc import is_hopper
 
 
 class Norm(NamedTuple):
@@ -32,11 +32,25 @@ class Product(NamedTuple):
     dtype: torch.dtype
     gate: str = ""
     norm_dtype: torch.dtype | None = None
-    is_hopper: bool = False
 
     @classmethod
     def of(cls, x: Tensor, weight: Tensor | Quantized, gate: str, norm: Norm | None) -> Product:
         """Describe a call of a linear layer."""
         kind = weight.format if isinstance(weight, Quantized) else None
         (n_rows, n_in), norm_dtype = weight.shape, None if norm is None else norm.weight.dtype
-        return cls(len(x), n_rows, n_in, kind, x.dtype, gate, norm_dtype, is_hopper(x.device))
+        return cls(len(x), n_rows, n_in, kind, x.dtype, gate, norm_dtype)
+
+
+Run = Callable[[Tensor, Any, Tensor | None, str, Norm | None], tuple[Tensor, Tensor]]
+"""(x [M, K], weight, bias, gate, norm) -> (`reference.linear` after `norm`, x + residual).
+
+Overwrites the residual unless M is 1. The results may be `Unfinished`.
+"""
+
+
+class Kernel(NamedTuple):
+    """A way to multiply, and why it refuses a product."""
+
+    name: str
+    refuses: Callable[[Product], str | None]
+    run: Run

@@ -21,7 +21,6 @@ from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 from minisgl.ops.quantized import E4M3, Quantized
 from minisgl.rounding import ceil_div
 from minisgl.triton.cublas import cublas_linear
-from minisgl.triton.cuda_gemm import MAX_ROWS, cuda_gemm
 from minisgl.triton.epilogue import Products, Unfinished, finished, gate_and_mul, gated, load_finished
 from minisgl.triton.gemm import GemmConfig, Split, gemm
 from minisgl.triton.launch import MAX_CHAINED, pdl_options
@@ -31,6 +30,7 @@ from minisgl.triton.product import Norm, Product
 MAX_EXACT_ROWS: Final = {8: 32, 4: 16}  # up to this many rows, activations are split in two; by bits per weight
 # Up to this many rows, cuBLAS with a per-tensor scale and a rescaling kernel is faster than cuBLAS with per-row scales.
 MAX_ONE_SCALE: Final = 256
+MAX_WIDE_ROWS: Final = 128  # rows that are quantized by 16 warps each
 # Up to this many columns, activation and quantization are one kernel: more would not fit its registers. 8,192 rows of
 # 12,288 columns take 130 us, by two kernels 219; of 25,600 columns 426 and 556.
 MAX_GATED: Final = 25600
@@ -133,7 +133,7 @@ def split_rows(
     scale = empty((n // scale_group if scale_group else 1, max_rows), dtype=torch.float32, device=x.device)
     sums = empty((n // sum_group, parts * max_rows), dtype=torch.float32, device=x.device) if sum_group else scale
     # Of 256 unfinished rows of 4,096, 16 warps take 2.9 us and 8 take 3.8; with few rows, 16 save 0.2 us each.
-    most_warps = 16 if scales or rows <= MAX_ROWS else 8
+    most_warps = 16 if scales or rows <= MAX_WIDE_ROWS else 8
     _split_rows[(rows,)](
         x, x_scale, column_scale, x if bias is None else bias, x if residual is None else residual,
         x if norm is None else norm.weight, x if order is None else order, found, scale, sums, max_rows, n,
@@ -292,15 +292,8 @@ def by_tensor_cores(
     x: Tensor, weight: Quantized, bias: Tensor | None, gate: str, norm: Norm | None
 ) -> tuple[Tensor, Tensor]:
     """Quantize the rows, and multiply by Triton's kernel."""
-    split, parts = _quantized(x, weight, norm)
-    return _multiply(split, parts, x, weight, bias, gate), _total(x, norm)
-
-
-def by_cuda(x: Tensor, weight: Quantized, bias: Tensor | None, gate: str, norm: Norm | None) -> tuple[Tensor, Tensor]:
-    """Quantize the rows, and multiply by the kernel in CUDA C++, or by Triton's if it cannot be compiled."""
-    split, parts = _quantized(x, weight, norm)
-    out = cuda_gemm(split, len(x), parts, weight, bias, x.dtype, gate)
-    return (_multiply(split, parts, x, weight, bias, gate) if out is None else out), _total(x, norm)
+    split, parts = quantized_rows(x, weight, norm)
+    return multiply_rows(split, parts, x, weight, bias, gate), total(x, norm)
 
 
 def by_cublas_in_fp8(
@@ -313,10 +306,10 @@ def by_cublas_in_fp8(
         out = cublas_linear.scaled(split.parts, weight.data, None, torch.bfloat16)
         result = Unfinished(Products(out, rows, gate, x.dtype, (split.scale, weight.scale), bias))
         # Attention and sampling read what follows a norm without a gate; they would only have it finished.
-        return (result if gate or norm is None else result.finished()), _total(x, norm)
+        return (result if gate or norm is None else result.finished()), total(x, norm)
     out = cublas_linear.scaled(split.parts, weight.data, (split.scale, weight.scale), x.dtype)[:rows]
     out = out if bias is None else out.add_(bias)
-    return (gate_and_mul(out, gate) if gate else out), _total(x, norm)
+    return (gate_and_mul(out, gate) if gate else out), total(x, norm)
 
 
 def by_cublas_widened(
@@ -328,7 +321,7 @@ def by_cublas_widened(
     return (gate_and_mul(out, gate) if gate else out), total
 
 
-def _quantized(x: Tensor, weight: Quantized, norm: Norm | None) -> tuple[Split, int]:
+def quantized_rows(x: Tensor, weight: Quantized, norm: Norm | None) -> tuple[Split, int]:
     """Return the rows for our kernels, and their number of parts."""
     kind = weight.format
     parts = 2 if len(x) <= MAX_EXACT_ROWS[kind.bits] else 1
@@ -336,11 +329,11 @@ def _quantized(x: Tensor, weight: Quantized, norm: Norm | None) -> tuple[Split, 
     return split_rows(x, norm, parts, dtype=dtype, sum_group=sum_group, order=weight.order), parts
 
 
-def _multiply(split: Split, parts: int, x: Tensor, weight: Quantized, bias: Tensor | None, gate: str) -> Tensor:
+def multiply_rows(split: Split, parts: int, x: Tensor, weight: Quantized, bias: Tensor | None, gate: str) -> Tensor:
     n_rows, n_in = weight.shape
     config = split_config(len(x), parts, weight.format.bits, n_rows, n_in, gate)
     return gemm(split, len(x), parts, weight, bias, x.dtype, gate, config)
 
 
-def _total(x: Tensor, norm: Norm | None) -> Tensor:
+def total(x: Tensor, norm: Norm | None) -> Tensor:
     return x if norm is None or norm.residual is None else norm.residual

@@ -10,11 +10,11 @@ from typing import Final, NamedTuple
 import torch
 from torch import Tensor, empty
 
+from minisgl.hopper.nvrtc import launch, load_kernel
 from minisgl.ops.quantized import Format, Quantized
 from minisgl.rounding import ceil_div, round_up
 from minisgl.triton.epilogue import Unfinished, finished
 from minisgl.triton.launch import is_noted
-from minisgl.triton.nvrtc import is_hopper, launch, load_kernel
 from minisgl.triton.product import Norm, Product
 from minisgl.triton.quantized_gemv import quantized_gemv
 
@@ -145,7 +145,7 @@ def refuses(product: Product) -> str | None:
         return "for scales of rows in 8 bits, or of 128 columns in 4"
     if product.dtype not in FLOATS or product.norm_dtype not in (None, product.dtype):
         return "for rows in 16 bits, and norms in the same type"
-    return None if product.is_hopper else "for Hopper"
+    return None
 
 
 def _supports_matrix(kind: Format, n_in: int) -> bool:
@@ -287,7 +287,6 @@ def supports_experts(x: Tensor, top_k: int, gate_up: Quantized, down: Quantized)
         and _supports_matrix(gate_up.format, gate_up.shape[-1])
         and _supports_matrix(down.format, down.shape[-1])
         and x.dtype in FLOATS
-        and is_hopper(x.device)
     )
 
 

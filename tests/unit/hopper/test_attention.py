@@ -14,20 +14,17 @@ if os.environ.get("TRITON_INTERPRET") == "1":
     pytest.skip("nothing here is for the interpreter", allow_module_level=True)
 pytest.importorskip("triton")
 
-from minisgl.triton import cuda_attention
-from minisgl.triton.cuda_attention import supports
+from minisgl.hopper import attention as cuda_attention
+from minisgl.hopper.attention import supports
 
 
-def test_sizes_with_a_kernel(monkeypatch: pytest.MonkeyPatch) -> None:
-    device = torch.device("cpu")
-    assert not supports(device, torch.bfloat16, 128, 4, 64)
-    monkeypatch.setattr(cuda_attention, "is_hopper", lambda device: True)
-    assert supports(device, torch.bfloat16, 128, 4, 64) and supports(device, torch.float16, 128, 8, 128)
+def test_sizes_with_a_kernel() -> None:
+    assert supports(torch.bfloat16, 128, 4, 64) and supports(torch.float16, 128, 8, 128)
     for dtype, head_dim, group, page in (
         (torch.float32, 128, 4, 64), (torch.bfloat16, 64, 4, 64), (torch.bfloat16, 128, 16, 64),
         (torch.bfloat16, 128, 4, 32), (torch.bfloat16, 128, 4, 96),
     ):  # fmt: skip
-        assert not supports(device, dtype, head_dim, group, page)
+        assert not supports(dtype, head_dim, group, page)
 
 
 def note_launches(monkeypatch: pytest.MonkeyPatch, has_compiler: bool) -> list[tuple[Any, int, int, int]]:

@@ -16,10 +16,9 @@ if os.environ.get("TRITON_INTERPRET") == "1":
     pytest.skip("nothing here is for the interpreter", allow_module_level=True)
 pytest.importorskip("triton")
 
-from minisgl.ops import reference
-from minisgl.ops.quantized import Format, Quantized
-from minisgl.triton import cuda_gemv, nvrtc
-from minisgl.triton.cuda_gemv import (
+from minisgl.hopper import gemv as cuda_gemv
+from minisgl.hopper import nvrtc
+from minisgl.hopper.gemv import (
     CHAIN_MEMORY,
     SHARED_MEMORY,
     Chain,
@@ -30,6 +29,8 @@ from minisgl.triton.cuda_gemv import (
     plan_launch,
     supports_experts,
 )
+from minisgl.ops import reference
+from minisgl.ops.quantized import Format, Quantized
 from minisgl.triton.epilogue import Unfinished
 from minisgl.triton.launch import compile_ahead
 from minisgl.triton.product import Norm
@@ -157,15 +158,7 @@ def test_experts(kind: Format, hidden: int, size: int, top_k: int, dtype: torch.
     assert (out.float() - want).norm() < 0.005 * want.norm()
 
 
-def test_a_cpu_has_no_such_kernel() -> None:
-    x = torch.zeros(1, 512).bfloat16()
-    experts = FP8.empty(8 * 512, 512, torch.device("cpu")).experts(8)
-    assert not supports_experts(x, 8, experts, experts)
-
-
-def test_experts_whose_columns_fit_no_warps_take_other_kernels(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(cuda_gemv, "is_hopper", lambda device: True)
-
+def test_experts_whose_columns_fit_no_warps_take_other_kernels() -> None:
     def is_supported(kind: Format, size: int, top_k: int, tokens: int = 1) -> bool:
         gate_up, down = (
             kind.empty(4 * n, k, torch.device("cpu")).experts(4) for n, k in ((2 * size, 512), (512, size))

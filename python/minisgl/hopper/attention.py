@@ -9,10 +9,10 @@ from typing import Final
 import torch
 from torch import Tensor
 
+from minisgl.hopper.nvrtc import Map, hopper_source, launch, load_kernel, tensor_map
+from minisgl.hopper.wgmma import Instruction, multiply_source
 from minisgl.triton.attention_prefill import COUNTERS
 from minisgl.triton.launch import is_noted
-from minisgl.triton.nvrtc import Map, hopper_source, is_hopper, launch, load_kernel, tensor_map
-from minisgl.triton.wgmma import Instruction, multiply_source
 
 TILE_KEYS: Final = 64
 DIM: Final = 128
@@ -53,10 +53,10 @@ class PrefillArguments(ctypes.Structure):
     ]
 
 
-def supports(device: torch.device, dtype: torch.dtype, head_dim: int, group: int, page_size: int) -> bool:
+def supports(dtype: torch.dtype, head_dim: int, group: int, page_size: int) -> bool:
     """Whether there are kernels for 8-bit pages and results in `dtype`."""
     fits = head_dim == DIM and group <= MAX_GROUP and page_size % TILE_KEYS == 0
-    return fits and dtype in (torch.bfloat16, torch.float16) and is_hopper(device)
+    return fits and dtype in (torch.bfloat16, torch.float16)
 
 
 def _page_map(pages: Tensor) -> Map:

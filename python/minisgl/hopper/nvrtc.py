@@ -137,7 +137,7 @@ class Kernel(NamedTuple):
 def load_kernel(device: torch.device, name: str, header: str = "", **defines: int | str) -> Kernel | None:
     """Compile and load the function `name` of `cuda/NAME.cu`, or return None if that fails."""
     found = libraries()
-    assert found is not None, "is_hopper() asks for them"
+    assert found is not None, "is_usable() asks for them"
     try:
         cubin = find_or_compile(found[1], header.encode() + (SOURCES / f"{name}.cu").read_bytes(), defines)
         with torch.cuda.device(device):  # a thread of `compile_ahead` may be in another device's context
@@ -162,9 +162,3 @@ def launch(
     pointers = (ctypes.c_void_p * 1)(ctypes.addressof(arguments))
     code = found[0].cuLaunchKernelEx(ctypes.byref(config), ctypes.c_void_p(kernel.function), pointers, None)
     check(code, "cuLaunchKernelEx")
-
-
-@cache
-def is_hopper(device: torch.device) -> bool:
-    """Whether kernels can be compiled for this device and run there."""
-    return device.type == "cuda" and torch.cuda.get_device_capability(device) == (9, 0) and libraries() is not None

@@ -12,15 +12,15 @@ from typing import Final, NamedTuple
 import torch
 from torch import Tensor, empty
 
+from minisgl.hopper.gemv import GATES
+from minisgl.hopper.nvrtc import Map, hopper_source, launch, load_kernel, tensor_map
+from minisgl.hopper.wgmma import Instruction, multiply_source
 from minisgl.ops.quantized import Quantized
 from minisgl.rounding import ceil_div, round_up
-from minisgl.triton.cuda_gemv import GATES
 from minisgl.triton.gemm import Split
 from minisgl.triton.launch import is_noted
 from minisgl.triton.linear import NUM_SMS
-from minisgl.triton.nvrtc import Map, hopper_source, launch, load_kernel, tensor_map
 from minisgl.triton.product import Product
-from minisgl.triton.wgmma import Instruction, multiply_source
 
 FP8_PRODUCT: Final = Instruction("k32.f32.e4m3.e4m3", ", 1, 1")
 INT8_PRODUCT: Final = Instruction("k32.s32.s8.s8")
@@ -114,7 +114,7 @@ def refuses(product: Product) -> str | None:
         return "for rows in 16 bits, and whole tiles"
     if rows > MAX_ROWS and not fills_tiles(rows, n_rows, n_in, INT8_SHARE if kind.is_integer else FP8_SHARE):
         return "its tiles would leave SMs idle"
-    return None if product.is_hopper else "for Hopper"
+    return None
 
 
 def cuda_gemm(

@@ -1,0 +1,34 @@
+"""What this room offers: linear layers for the table of kernels, the experts of a token, attention over 8-bit pages."""
+
+from __future__ import annotations
+
+from typing import Final
+
+from torch import Tensor
+
+from minisgl.hopper import gemm, gemv
+from minisgl.hopper.attention import cuda_decode, cuda_prefill, supports
+from minisgl.hopper.gemv import cuda_experts
+from minisgl.hopper.nvrtc import libraries
+from minisgl.ops.quantized import Quantized
+from minisgl.triton import quantized
+from minisgl.triton.product import Kernel, Norm
+
+__all__ = ["KERNELS", "cuda_decode", "cuda_experts", "cuda_prefill", "is_usable", "supports"]
+
+
+def is_usable() -> bool:
+    """Whether the libraries that compile and launch these kernels are there."""
+    return libraries() is not None
+
+
+def _gemm(x: Tensor, weight: Quantized, bias: Tensor | None, gate: str, norm: Norm | None) -> tuple[Tensor, Tensor]:
+    """Quantize the rows, and multiply by our kernel, or by Triton's if ours cannot be compiled."""
+    split, parts = quantized.quantized_rows(x, weight, norm)
+    out = gemm.cuda_gemm(split, len(x), parts, weight, bias, x.dtype, gate)
+    if out is None:
+        out = quantized.multiply_rows(split, parts, x, weight, bias, gate)
+    return out, quantized.total(x, norm)
+
+
+KERNELS: Final = (Kernel("gemv.cu", gemv.refuses, gemv.cuda_gemv), Kernel("gemm.cu", gemm.refuses, _gemm))
