@@ -49,12 +49,12 @@ class Engine:
 
     def __init__(self, spec: EngineSpec, device: Device, group: Group | None = None) -> None:
         """Load the model, size the K/V pool and make the runners. All ranks of a `group` do so at the same time."""
+        factory = RUNNERS.load(device.type)(spec, device)  # refuses settings before anything is loaded
         self.spec, self.device = spec, device
         self.page_size, self.max_running_requests = spec.page_size, spec.max_running_requests
         self.eos_token_ids, self.is_async = spec.eos_token_ids, device.is_async
         embeds, vocab_size = spec.pooling is not None, spec.model.vocab_size
         self.limits = Limits(max_model_len=spec.max_seq_len, vocab_size=vocab_size, embeds=embeds)
-        factory = RUNNERS.load(device.type)(spec, device)
         self.parts = load_parts(spec, device, group or Group(spec.info), factory, self.limits)
         self.memory = self._size_stores(factory)
         self.num_pages = self.memory.num_pages[FULL]
