@@ -96,7 +96,7 @@ def run(
     model = replace(spec.model, num_layers=len(windows), windows=windows, gives_back=gives_back)
     spec = replace(spec, model=ToyConfig.of(model) if recurs else model)
     engine, io = Engine(spec, device), OfflineIO()
-    assert engine.general.name == "eager"
+    assert (engine.general.name == "eager") == (settings["attention_backend"] == "cpu")
     compiling = LateExecutor()
     scheduler = Scheduler(config, engine, io, Grammars(FakeCompiler(VOCAB), compiling))
     scheduler.cache.on_free = engine.parts.stores[FULL].poison
@@ -199,6 +199,25 @@ def test_pages_behind_windows_are_given_back(folder: Path, depth: int, options: 
         assert scheduler.stats.preemptions > 0
     if "cache_type" not in options:
         assert scheduler.stats.cached_tokens > 0
+
+
+@pytest.mark.parametrize(
+    "options",
+    [
+        {"page_size": 16},
+        {"page_size": 4, "max_prefill_length": 32, "kv_cache_dtype": "auto"},
+        {"page_size": 16, "max_prefill_length": 32, "kv_cache_dtype": "fp8", "speculate": "ngram"},
+        {"page_size": 16, "num_pages": 12, "max_running_requests": 4},
+    ],
+    ids=str,
+)
+def test_the_step_in_cpp_gives_pages_back(folder: Path, options: dict[str, object]) -> None:
+    """It reads blocks of 64 keys, of which pages behind the window may be another row's."""
+    native = {"window": 9, "attention_backend": "auto", "kv_cache_dtype": options.get("kv_cache_dtype", "auto")}
+    requests = make_requests(7)
+    whole, _ = run(folder, CpuDevice(1), requests, gives_back=False, page_size=16, **native)
+    found, scheduler = run(folder, CpuDevice(1), requests, **native | options)
+    assert found == whole and scheduler.stats.cached_tokens > 0
 
 
 @pytest.mark.parametrize("window", [None, 9])
