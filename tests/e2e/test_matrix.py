@@ -108,7 +108,7 @@ def test_the_answers_are_right(expected: dict[str, tuple[str, int, str | None]],
         assert (function, json.loads(arguments)) == ("get_weather", {"city": "Paris"})
 
 
-@pytest.mark.parametrize("quantization", [pytest.param("int8", marks=pytest.mark.slow), "int4"])
+@pytest.mark.parametrize("quantization", [pytest.param(kind, marks=pytest.mark.slow) for kind in ("int8", "int4")])
 def test_weights_in_few_bits_answer_right(quantization: str) -> None:
     with ServerProcess("--quantization", quantization) as server:
         assert quantization in server.info()["engine"]["runners"]

@@ -263,7 +263,7 @@ def test_batch_and_tree_are_shown_live(page: Browser, server: ServerProcess) -> 
     require_no_leak(server)
 
 
-@pytest.mark.parametrize("width", [320, *(pytest.param(w, marks=pytest.mark.slow) for w in (390, 768)), 1180])
+@pytest.mark.parametrize("width", [320, *(pytest.param(w, marks=pytest.mark.slow) for w in (390, 768, 1180))])
 def test_page_fits_the_window(page: Browser, width: int) -> None:
     page.look(width, 700)
     ask(page, "Repeat exactly: " + "x" * 120)

@@ -41,10 +41,12 @@ def test_the_builtin_model_passes(tmp_path: Path, capsys: pytest.CaptureFixture[
     assert out.count("pass") == 11 and "skipped" in out
 
 
-def test_two_ranks_are_compared_with_one(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_two_ranks_are_compared_without_transformers(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(command, "find_spec", lambda name: None)
     code, checks = run(tmp_path / "table.json", "--tp", "2", "--max-running-requests", "16")
     assert code == 0 and checks["tp 2 = tp 1"]["figure"] == "6 identical"
+    without = checks["decode = transformers"]
+    assert without["passed"] is None and "minisgl[verify]" in without["figure"] and checks["cached = cold"]["passed"]
 
 
 def test_one_wrong_matrix_fails(
@@ -76,16 +78,6 @@ def test_fewer_bits_are_compared_with_the_same_engine_without(tmp_path: Path, mo
     code, checks = run(tmp_path / "table.json", "--kv-cache-dtype", "fp8")
     assert code == 1 and not any(checks[name]["passed"] for name in names)
     assert 1e-9 < float(checks["reading ~ unrounded"]["figure"].removeprefix("KL ")) < 0.01
-
-
-def test_without_transformers_the_rest_is_checked(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(command, "find_spec", lambda name: None)
-    code, checks = run(tmp_path / "table.json")
-    assert code == 0 and checks["cached = cold"]["passed"]
-    assert (
-        checks["decode = transformers"]["passed"] is None
-        and "minisgl[verify]" in checks["decode = transformers"]["figure"]
-    )
 
 
 @pytest.mark.parametrize(

@@ -37,7 +37,7 @@ from minisgl.scheduler.drafts import DEVICE, HOST, Drafts
 from minisgl.settings.options import EngineConfig, build_config
 from support.embedding_models import write_modules
 from support.late_device import LateDevice
-from unit.engine.test_drafts import LAYOUTS, VOCAB, Requests, make_requests, run
+from unit.engine.test_drafts import LAYOUTS, SOME_LAYOUTS, VOCAB, Requests, make_requests, run
 
 pytestmark = pytest.mark.usefixtures("fixed_costs")
 
@@ -121,7 +121,7 @@ def drafters(folder: Path) -> dict[str, str]:
 
 
 @pytest.mark.parametrize("kind", ["draft", "eagle3"])
-@pytest.mark.parametrize("layout", LAYOUTS, ids=lambda o: f"pages of {o['page_size']}")
+@pytest.mark.parametrize("layout", SOME_LAYOUTS)
 def test_answers_are_equal_with_and_without_drafts(
     folder: Path, drafters: dict[str, str], layout: dict[str, Any], kind: str
 ) -> None:
@@ -138,7 +138,7 @@ def test_answers_are_equal_with_and_without_drafts(
 
 @pytest.mark.parametrize("kind", ["draft", "eagle3"])
 @pytest.mark.parametrize("depth", [0, 1, 2])
-@pytest.mark.parametrize("layout", LAYOUTS, ids=lambda o: f"pages of {o['page_size']}")
+@pytest.mark.parametrize("layout", SOME_LAYOUTS)
 def test_answers_of_the_cpp_step_are_equal_to_the_byte(
     folder: Path, drafters: dict[str, str], layout: dict[str, Any], depth: int, kind: str
 ) -> None:
@@ -313,7 +313,7 @@ def shipped(trained: tuple[Path, Path, dict[str, Tensor]]) -> Path:
 
 
 @pytest.mark.parametrize("depth", [0, 1])
-@pytest.mark.parametrize("layout", LAYOUTS, ids=lambda o: f"pages of {o['page_size']}")
+@pytest.mark.parametrize("layout", SOME_LAYOUTS)
 def test_auto_drafts_by_the_head_of_the_model_and_by_lookup(
     shipped: Path, layout: dict[str, Any], depth: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -171,6 +171,11 @@ LAYOUTS: list[dict[str, Any]] = [
     {"page_size": 4, "num_pages": 34, "max_running_requests": 8, "max_prefill_length": 48},
     {"page_size": 128, "cache_type": "naive", "mixed_batches": False},
 ]
+# Two of them by default, all by `make soak`.
+SOME_LAYOUTS = [
+    pytest.param(layout, marks=() if i % 2 else pytest.mark.slow, id=f"pages of {layout['page_size']}")
+    for i, layout in enumerate(LAYOUTS)
+]
 
 
 def check_equal(folder: Path, seed: int, depth: int, count: int, layout: dict[str, Any], speculate: str) -> Stats:
@@ -197,7 +202,7 @@ def check_equal(folder: Path, seed: int, depth: int, count: int, layout: dict[st
 
 
 @pytest.mark.parametrize("depth", [0, 1, 2])
-@pytest.mark.parametrize("layout", LAYOUTS, ids=lambda o: f"pages of {o['page_size']}")
+@pytest.mark.parametrize("layout", SOME_LAYOUTS)
 def test_answers_are_equal_with_and_without_drafts(folder: Path, layout: dict[str, Any], depth: int) -> None:
     count = 60 if "num_pages" in layout else 30 + depth % 2
     stats = check_equal(folder, 9 + depth, depth, count, layout, ("auto", "ngram")[depth % 2])
