@@ -13,7 +13,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from transformers import Gemma3TextConfig, Qwen3MoeConfig
+from transformers import Gemma3TextConfig, PretrainedConfig, Qwen3MoeConfig
 
 from contract.checkpoints import save
 from minisgl import LLM, Grammar, SamplingParams
@@ -92,12 +92,17 @@ def test_tokens_match_cpu(on_cpu: tuple[list[list[int]], list[list[int]]], optio
         assert texts(llm, SAMPLED) == sampled
 
 
+def saved(folder: Path, config: PretrainedConfig) -> Path:
+    """Save a random model of `config` with the built-in model's tokenizer; return its folder."""
+    for file in ("tokenizer.json", "tokenizer_config.json", "chat_template.jinja"):
+        shutil.copy(BUILTIN_MODEL / file, folder / file)
+    save(folder, config)
+    return folder
+
+
 @pytest.fixture(scope="module")
 def experts(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A random model whose tokens go through 4 of 16 experts."""
-    folder = tmp_path_factory.mktemp("experts")
-    for file in ("tokenizer.json", "tokenizer_config.json", "chat_template.jinja"):
-        shutil.copy(BUILTIN_MODEL / file, folder / file)
     config = Qwen3MoeConfig(
         vocab_size=load_config(BUILTIN_MODEL)["vocab_size"],
         hidden_size=128,
@@ -112,8 +117,7 @@ def experts(tmp_path_factory: pytest.TempPathFactory) -> Path:
         max_position_embeddings=4096,
         initializer_range=0.1,
     )
-    save(folder, config)
-    return folder
+    return saved(tmp_path_factory.mktemp("experts"), config)
 
 
 def test_moe_tokens_match_cpu(experts: Path):
@@ -129,9 +133,6 @@ def test_moe_tokens_match_cpu(experts: Path):
 @pytest.fixture(scope="module")
 def windows(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A random Gemma 3 with windows of 100 positions in two of three layers."""
-    folder = tmp_path_factory.mktemp("windows")
-    for file in ("tokenizer.json", "tokenizer_config.json", "chat_template.jinja"):
-        shutil.copy(BUILTIN_MODEL / file, folder / file)
     config = Gemma3TextConfig(
         vocab_size=load_config(BUILTIN_MODEL)["vocab_size"],
         hidden_size=128,
@@ -145,8 +146,7 @@ def windows(tmp_path_factory: pytest.TempPathFactory) -> Path:
         max_position_embeddings=4096,
         initializer_range=0.1,
     )
-    save(folder, config)
-    return folder
+    return saved(tmp_path_factory.mktemp("windows"), config)
 
 
 @pytest.mark.parametrize(

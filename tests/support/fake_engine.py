@@ -133,7 +133,7 @@ class FakeEngine:
         self.bounded = [*bounded]
         sizes = {b.group: b.capacity for b in bounded}
         self.window, self.has_state = max((b.window for b in bounded), default=0), STATE in sizes
-        self.windows = np.full((sizes.get(WINDOW, 0) + 1, page_size), POISON, np.int64)  # the last is nobody's
+        self.windows = np.full((sizes.get(WINDOW, 0) + 1, page_size), POISON, np.int64)  # the last page is unowned
         self.window_table = np.full_like(self.page_table, -1)
         self.states = np.full((sizes.get(STATE, 0) + 1, 2), POISON, np.int64)  # number of tokens, and their checksum
         self.slot_of = np.full(rows, -1)

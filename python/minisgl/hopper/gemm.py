@@ -106,7 +106,7 @@ def fills_tiles(rows: int, n_rows: int, n_in: int, share: float) -> bool:
 
 
 def refuses(product: Product) -> str | None:
-    """Return why there is no kernel for a product: there is for 8-bit weights with a scale for each row."""
+    """Return why these kernels do not run a product; None if they do."""
     rows, n_rows, n_in, kind, dtype, gate = product[:6]
     if rows < 2 or kind is None or kind.bits != 8 or kind.group or kind.scale_dtype is not torch.float32:
         return "for two or more rows, and 8 bits with scales of rows"

@@ -138,7 +138,7 @@ class Chain(NamedTuple):
 
 
 def refuses(product: Product) -> str | None:
-    """Return why there is no kernel for a product: there is for one row, and for `_supports_matrix`."""
+    """Return why `gemv.cu` does not run a product; None if it does."""
     if product.kind is None or product.rows != 1:
         return "for one row and quantized weights"
     if not _supports_matrix(product.kind, product.n_in):

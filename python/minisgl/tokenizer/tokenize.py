@@ -62,7 +62,10 @@ class TokenizeManager:
         return ids
 
     def system_tokens(self, msg: TokenizeMsg, ids: Ints) -> int:
-        """Return how many of a prompt's tokens `ids` are its system prompt with its tools; 0 if nobody asks for it."""
+        """Return how many of a prompt's tokens `ids` are its system prompt with its tools.
+
+        0 if there is none, or the scheduler takes no snapshots: only they need the position.
+        """
         if not self.limits.has_snapshots:
             return 0
         messages = msg.messages or []

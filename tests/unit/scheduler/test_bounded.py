@@ -48,7 +48,7 @@ def test_prompts_go_on_where_a_snapshot_is(kinds: list[Bounded]) -> None:
     h, text = harness(kinds), list(range(1, 120))
     assert hit_of(h, text[:50]) == 0
     assert hit_of(h, text[:50]) == 48, "not from the prompt's last page boundary"
-    assert hit_of(h, [*text[:30], 700, 701, 702, 703]) == 0, "there is no snapshot where this prompt parts"
+    assert hit_of(h, [*text[:30], 700, 701, 702, 703]) == 0, "a prompt hit where no snapshot was taken"
     assert hit_of(h, [*text[:30], 800, 801]) == 28, "the second to part there has captured"
     assert hit_of(h, [*text[:50], *text[60:70]]) == 48
     assert hit_of(h, text[:50], cache_salt="salt") == 0
@@ -57,7 +57,7 @@ def test_prompts_go_on_where_a_snapshot_is(kinds: list[Bounded]) -> None:
     assert hit_of(h, [*text[:30], 9, 9, 9, 9], system_tokens=26) == 0
     assert hit_of(h, [*text[:27], 8, 8]) == 24, "the second with a system prompt finds the first's"
     h = harness([b._replace(capacity=ids_per_row(b.window, PAGE)) for b in kinds])
-    assert hit_of(h, text) == hit_of(h, text) == 0, "there is no room for a snapshot"
+    assert hit_of(h, text) == hit_of(h, text) == 0, "a snapshot was kept without room for it"
 
 
 def test_an_answer_is_handed_over_with_its_window(kinds: list[Bounded]) -> None:
