@@ -11,6 +11,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Final, NamedTuple
 
 from minisgl.errors import InvariantError
+from minisgl.rounding import ceil_div
 
 if TYPE_CHECKING:
     from minisgl.kvcache.tree import Node
@@ -33,7 +34,7 @@ def ids_per_row(window: int, page_size: int) -> int:
     """Return the most ids of a row that decodes: pages for its window and for tokens not settled yet, or one slot."""
     if not window:
         return 1
-    return -(-window // page_size) + 1 + (page_size + IN_FLIGHT + STEP_TOKENS - 2) // page_size
+    return ceil_div(window, page_size) + 1 + (page_size + IN_FLIGHT + STEP_TOKENS - 2) // page_size
 
 
 class IdPool:
@@ -49,17 +50,17 @@ class IdPool:
         """Chunks of prompts have up to `chunk_tokens`."""
         self.group, self.capacity, window = bounded
         self.page_size = page_size if window else WHOLE_TEXT
-        self.window_pages = -(-window // self.page_size)  # of a text that ends with a page
+        self.window_pages = ceil_div(window, self.page_size)  # of a text that ends with a page
         self.per_row = ids_per_row(window, page_size)
         assert self.capacity >= self.per_row, f"{bounded} is too small for a row"
-        self.reserve = min(-(-chunk_tokens // self.page_size), (self.capacity - self.per_row) // 2) if window else 0
+        self.reserve = min(ceil_div(chunk_tokens, self.page_size), (self.capacity - self.per_row) // 2) if window else 0
         self.free = list(range(self.capacity - 1, -1, -1))
         self.rows: dict[int, dict[int, int]] = {}
         self.snapshots: dict[Snapshot, dict[int, int]] = {}
 
     def span(self, settled: int, stop: int) -> range:
         """Return the indices that steps read or write up to token `stop` of a text, of which `settled` are computed."""
-        return range(max(0, settled // self.page_size - self.window_pages), -(-stop // self.page_size))
+        return range(max(0, settled // self.page_size - self.window_pages), ceil_div(stop, self.page_size))
 
     @property
     def spare(self) -> int:
