@@ -257,7 +257,7 @@ class Sampling:
     row_flags: torch.Tensor  # [S] int32, `Flag`s of each
     mask_index: torch.Tensor  # [S] int32, index into the step's masks; undefined if the sequence is not MASKED
     flags: int  # the union of all flags; in a captured step, of all that are allowed
-    drafted: torch.Tensor | None = None  # [S] int32, in a step with DRAFTS: how many drafts of its row are before each
+    drafted: torch.Tensor | None = None  # [S] int32, in a step with DRAFTS: drafts before each, see `DraftColumns`
     inputs: torch.Tensor | None = None  # [S] int32, likewise: the token before each
 
 
@@ -279,6 +279,7 @@ class PromptLogprobs:
 class DraftColumns:
     """The D slots of a step that have DRAFTS, and their columns of the result."""
 
+    behind: torch.Tensor  # [T] int32, of all tokens: drafts of its row up to each, or NOT_DRAFTED
     rows: torch.Tensor  # [D] int64
     starts: torch.Tensor  # [D] int32, upper bounds of their first positions
     counts: torch.Tensor  # [D] int32, numbers of drafts
@@ -293,9 +294,7 @@ class Batch:
     shape: StepShape
     slots: Records  # SLOT [B] as in the plan, for kernels that plan on the host; empty in a captured step
     layout: SeqLayout
-    input_ids: (
-        torch.Tensor
-    )  # [T] int32; the device knows the newest token of a row, -1 or -2 (DRAFTS), and draft i, -3 - i
+    input_ids: torch.Tensor  # [T] int32; NEWEST where only the device knows the token, a draft or the row's newest
     positions: torch.Tensor  # [T] int32
     token_rows: torch.Tensor  # [T] int32, row of each token
     logit_tokens: torch.Tensor  # [S] int64, indices into T whose logits are sampled

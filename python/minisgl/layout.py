@@ -107,6 +107,9 @@ HISTORY_HEAD: Final = np.dtype([("words", "<i4"), ("row", "<i4"), ("first", "<i4
 PROPOSED: Final = 17  # the most drafts of a step, and as many tokens as such a step in flight may confirm
 PROPOSAL: Final = np.dtype([("row", "<i4"), ("first", "<i4"), ("tokens", "<i4", (PROPOSED,))])
 
+NEWEST: Final = -1  # in place of a token id: the row's newest token, which only the device knows
+NOT_DRAFTED: Final = -1  # in place of the number of drafts before a token: its row does not draft
+
 MAX_DRAFT_MASKS: Final = 64  # tokens of a step that are sampled behind drafts with a mask
 MAX_DRAFT_TOKENS: Final = 1280  # of a step with drafts, besides those of prompts
 

@@ -306,9 +306,9 @@ def test_every_tail_is_captured_and_matches_cpu(
 def test_no_sampling_kernel_is_compiled_after_start(monkeypatch: pytest.MonkeyPatch):
     from triton import JITFunction, knobs
 
-    from minisgl.triton import decode_io, logprobs, penalties, sample, top_k_top_p
+    from minisgl.triton import logprobs, penalties, sample, step, top_k_top_p
 
-    modules, later = (penalties, top_k_top_p, logprobs, sample, decode_io), set()
+    modules, later = (penalties, top_k_top_p, logprobs, sample, step), set()
     for module in modules:  # as in a new process
         for kernel in vars(module).values():
             if isinstance(kernel, JITFunction):

@@ -23,9 +23,9 @@ from minisgl.distributed.info import ALONE
 from minisgl.distributed.tensor_parallel import VocabParallel
 from minisgl.engine.draft_model import DraftModel
 from minisgl.engine.drafting import Drafting
-from minisgl.engine.graphs import decode as graph
-from minisgl.engine.graphs import mixed as token_graph
 from minisgl.engine.graphs.capture import TAILS, tail_of
+from minisgl.engine.graphs.sizes import LAUNCH_FLOPS, prompt_sizes
+from minisgl.engine.graphs.step import CapturedRunner
 from minisgl.engine.runner import EagerRunner, Parts
 from minisgl.engine.state import LogitPenalties, RowState
 from minisgl.engine.trial import trial_plan
@@ -37,7 +37,6 @@ from minisgl.scheduler.plan import decode_flags, penalty_record, row_fields, sam
 from minisgl.scheduler.req import Req
 from minisgl.settings.options import MAX_DRAFTS
 from minisgl.speculative.ngram import NGramDrafter
-from minisgl.triton import decode_io
 
 CPU = torch.device("cpu")
 VOCAB, ROWS, PAGE, WIDTH, DRAFTS = 90, 9, 4, 20, 4
@@ -79,6 +78,9 @@ class Event:
 class Device(CpuDevice):
     def upload_into(self, target: torch.Tensor, array: np.ndarray) -> None:
         target.copy_(torch.from_numpy(array))
+
+    def copy_ahead(self, target: torch.Tensor, source: torch.Tensor) -> None:
+        target.copy_(source)
 
 
 class Table:
@@ -259,20 +261,24 @@ class Traffic:
 @pytest.fixture
 def runners(monkeypatch: pytest.MonkeyPatch) -> Callable[[], tuple[EagerRunner, list[Any]]]:
     """An eager runner with its own state, and the runners of another that has graphs."""
-    rings = {name: getattr(decode_io, name) for name in ("input_ring", "output_ring")}
-    for name, ring in rings.items():
-        monkeypatch.setattr(decode_io, name, lambda *args, ring=ring: ring(*args, pin=False))
     monkeypatch.setattr(torch.cuda, "Event", Event)
 
     def made(drafts: bool = False, has_model: bool = False) -> tuple[EagerRunner, list[Any]]:
         captured = parts("triton" if drafts else None, has_model=has_model)
         eager: Any = EagerRunner(captured)
-        decode = graph.GraphRunner(captured, [1, 2, 4, ROWS], capture)  # type: ignore[arg-type]
-        tokens = token_graph.MixedGraphRunner(captured, capture, 48, ROWS, 1 + DRAFTS * drafts)  # type: ignore[arg-type]
+        graphs = CapturedRunner(captured, capture, ROWS, 48, 1 + DRAFTS * drafts)  # type: ignore[arg-type]
         captured.state.page_tables.fill_(ROWS * WIDTH)
-        return EagerRunner(parts("reference" if drafts else None, has_model=has_model)), [decode, tokens, eager]
+        return EagerRunner(parts("reference" if drafts else None, has_model=has_model)), [graphs, eager]
 
     return made
+
+
+def kind(runner: Any, plan: BatchPlan) -> str:
+    """What the step that a plan takes was captured for."""
+    if not isinstance(runner, CapturedRunner):
+        return "eager"
+    size = runner._choose(plan).size
+    return "prompts" if size.shape.chunks else "decode" if size.is_plain else "drafts"
 
 
 def run(runner: Any, plan: BatchPlan, is_late: bool) -> np.ndarray:
@@ -303,7 +309,7 @@ def test_graphs_give_what_the_eager_runner_gives(runners: Any, is_late: bool) ->
         mine, theirs = runner.parts, alone.parts
         assert torch.equal(mine.state.last_token[:ROWS], theirs.state.last_token[:ROWS])
         assert torch.equal(mine.penalties.seen[:ROWS], theirs.penalties.seen[:ROWS])
-        used.add((runner.name, tail_of(int(np.bitwise_or.reduce(plan.slots["flags"])))))
+        used.add((kind(runner, plan), tail_of(int(np.bitwise_or.reduce(plan.slots["flags"])))))
 
     for rows in ([0, 1], [2], [3, 4, 5, 6], [8, 7]):
         compare(traffic.prompts(rows))
@@ -315,7 +321,7 @@ def test_graphs_give_what_the_eager_runner_gives(runners: Any, is_late: bool) ->
             compare(traffic.mixed(rows[2:], rows[:2]))
         else:
             compare(traffic.decode({4: [0, 1], 5: [2, 0]}.get(i % 9, rows)))
-    assert used == {(name, tail) for name in ("cuda graph", "cuda graph with prompts") for tail in TAILS}
+    assert used == {(name, tail) for name in ("decode", "prompts") for tail in TAILS}
 
 
 @pytest.mark.parametrize("is_late", [False, True], ids=["masks with the plan", "masks behind it"])
@@ -350,14 +356,14 @@ def test_graphs_with_drafts_give_what_the_eager_runner_gives(runners: Any, is_la
             texts = [p.drafting.history[row, : p.drafting.lengths[row]] for p in (mine, theirs)]
             assert torch.equal(texts[0], texts[1]) and texts[0].tolist() == traffic.texts[row]
         tail = tail_of(int(np.bitwise_or.reduce(plan.slots["flags"])))
-        used.add((runner.name, tail, plan.has_drafts, bool(full)))
+        used.add((kind(runner, plan), tail, plan.has_drafts, bool(full)))
     if has_model:
         notes, theirs = (p.drafting.drafter.notes[:ROWS] for p in (captured[0].parts, alone.parts))
         assert notes.any(1).all() and torch.allclose(notes, theirs)
     assert right > 100
     assert {(name, has_drafts, full) for name, _, has_drafts, full in used} >= {
-        ("cuda graph with prompts", True, False),
-        ("cuda graph with prompts", True, True),
+        ("drafts", True, False),
+        ("prompts", True, True),
     }
 
 
@@ -377,13 +383,13 @@ def test_rows_without_changes_have_the_same_bits_beside_those_with(runners: Any)
 def test_prompt_logprobs_are_left_to_the_eager_runner(runners: Any) -> None:
     _, captured = runners()
     plan = Traffic(0).prompts([0])
-    assert captured[1].fits(plan)
+    assert captured[0].fits(plan)
     plan.slots["flags"][0] |= Flag.PROMPT_LOGPROBS
-    assert not captured[0].fits(plan) and not captured[1].fits(plan)
+    assert not captured[0].fits(plan)
 
 
 def test_prompts_of_any_length_up_to_the_largest_size_are_graphs(runners: Any) -> None:
-    tokens = runners()[1][1]
+    tokens = runners()[1][0]
     for n, fits in ((1, True), (32, True), (33, True), (48, True), (49, False)):
         assert tokens.fits(trial_plan([(0, 0, n, Flag.SAMPLES)])) is fits
 
@@ -395,5 +401,5 @@ def test_prompts_of_any_length_up_to_the_largest_size_are_graphs(runners: Any) -
 def test_large_steps_are_captured_where_layers_are_small(
     max_tokens: int, parameters: float, layers: int, largest: int
 ) -> None:
-    sizes = token_graph.token_sizes(max_tokens, token_graph.LAUNCH_FLOPS * layers / (2 * parameters))
+    sizes = [size.tokens for size in prompt_sizes(max_tokens, 256, 1, LAUNCH_FLOPS * layers / (2 * parameters))]
     assert sizes[-1] == largest and sizes == sorted(sizes)

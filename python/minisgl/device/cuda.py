@@ -36,7 +36,7 @@ class CudaDevice(Device):
         torch.cuda.set_device(self.torch_device)
         self.has_fp8 = torch.cuda.get_device_capability(index) >= (8, 9)  # its kernels multiply quantized matrices
         self._up, self._down = _Ring(), _Ring()
-        self._stores, self._loads = (torch.cuda.Stream(self.torch_device) for _ in range(2))
+        self._stores, self._loads, self._ahead = (torch.cuda.Stream(self.torch_device) for _ in range(3))
 
     def upload(self, *arrays: npt.NDArray[np.int32]) -> list[torch.Tensor]:
         """Upload all arrays by one copy."""
@@ -61,6 +61,16 @@ class CudaDevice(Device):
         host.numpy()[:] = array
         target.copy_(host, non_blocking=True)
         buffer.event.record()
+
+    def copy_ahead(self, target: torch.Tensor, source: torch.Tensor) -> None:
+        """Copy from pinned memory to the device beside the work submitted before; work submitted later waits for it.
+
+        In the order of all other work, a copy would take 6 to 12 us of an H200, and a kernel that reads the host's
+        memory 8 us for each load that depends on another.
+        """
+        with torch.cuda.stream(self._ahead):
+            target.copy_(source, non_blocking=True)
+        torch.cuda.current_stream(self.torch_device).wait_stream(self._ahead)
 
     def submit(self, work: Callable[[], torch.Tensor], flops: float) -> Pending:
         result = work()

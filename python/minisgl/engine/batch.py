@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING
 import numpy as np
 
 from minisgl.core import Batch, BatchPlan, DraftColumns, PromptLogprobs, Sampling, SeqLayout, StepShape
-from minisgl.layout import NO_INTS, STATE, Flag, as_words
+from minisgl.layout import NEWEST, NO_INTS, NOT_DRAFTED, STATE, Flag, as_words
 
 if TYPE_CHECKING:
     import numpy.typing as npt
@@ -24,7 +24,8 @@ class Expanded:
     """A plan expanded to tokens T, sequences B and sampled sequences S; all int32. Fields are those of `Batch`."""
 
     cu_query_lens: Ints  # [B + 1]
-    input_ids: Ints  # [T], negative where the device knows the token
+    input_ids: Ints  # [T]
+    behind: Ints  # [T], see `DraftColumns`
     positions: Ints  # [T]
     token_rows: Ints  # [T]
     logit_tokens: Ints  # [S]
@@ -48,14 +49,15 @@ def expand(plan: BatchPlan) -> Expanded:
     # Position of token t of a slot that begins at offset o: t - o + start.
     positions = np.arange(lens.sum(), dtype=np.int32) + np.repeat(start - (ends - lens), lens)
     is_host_token = np.repeat((flags & Flag.FROM_DEVICE) == 0, lens)
-    input_ids = np.full(len(positions), -1, np.int32)
+    input_ids = np.full(len(positions), NEWEST, np.int32)
+    behind = np.full(len(positions), NOT_DRAFTED, np.int32)
     input_ids[is_host_token] = plan.tokens
     samples = (flags & Flag.SAMPLES) != 0
     token_rows = np.repeat(row, lens)
     logit_tokens = (ends - 1)[samples]
     if plan.has_drafts:
         is_drafted = np.repeat((flags & Flag.DRAFTS) != 0, lens)
-        input_ids = np.where(is_drafted, np.repeat(start, lens) - positions - 2, input_ids)
+        behind = np.where(is_drafted, positions - np.repeat(start, lens), behind)
         is_sampled = is_drafted.copy()
         is_sampled[logit_tokens] = True
         logit_tokens = np.flatnonzero(is_sampled).astype(np.int32)
@@ -63,6 +65,7 @@ def expand(plan: BatchPlan) -> Expanded:
     return Expanded(
         cu_query_lens=np.concatenate([np.zeros(1, np.int32), ends]),
         input_ids=input_ids,
+        behind=behind,
         positions=positions,
         token_rows=token_rows,
         logit_tokens=logit_tokens,
@@ -119,6 +122,7 @@ def make_batch(plan: BatchPlan, device: Device) -> Batch:
         x.sample_flags,
         x.mask_index,
     )
+    drafts = draft_columns(plan, x.behind, device) if plan.has_drafts else None
     return Batch(
         shape=step_shape(plan.slots),
         slots=plan.slots,
@@ -128,11 +132,11 @@ def make_batch(plan: BatchPlan, device: Device) -> Batch:
         positions=positions,
         token_rows=token_rows,
         logit_tokens=logit_tokens.long(),
-        sampling=_sampling(sampling, x.flags, drafted_before(x.sample_rows, device) if plan.has_drafts else None),
+        sampling=_sampling(sampling, x.flags, None if drafts is None else drafts.behind[logit_tokens.long()]),
         page_writes=page_writes,
         row_states=row_states,
         prompt_logprobs=_prompt_logprobs(x, plan.prompt_logprob_ids, device) if len(plan.prompt_logprob_ids) else None,
-        drafts=draft_columns(plan, device) if plan.has_drafts else None,
+        drafts=drafts,
     )
 
 
@@ -147,22 +151,16 @@ def moved(batch: Batch, shift: torch.Tensor) -> Batch:
     )
 
 
-def draft_columns(plan: BatchPlan, device: Device) -> DraftColumns:
-    """Return the slots with DRAFTS of a plan that has some."""
+def draft_columns(plan: BatchPlan, behind: Ints, device: Device) -> DraftColumns:
+    """Return the slots with DRAFTS of a plan that has some; `behind` is that of its expansion."""
     slots = plan.slots[(plan.slots["flags"] & Flag.SAMPLES) != 0]
     is_drafted = (slots["flags"] & Flag.DRAFTS) != 0
     first = (np.cumsum(plan.widths, dtype=np.int32) - plan.widths)[is_drafted]
     slots, counts = slots[is_drafted], plan.widths[is_drafted] - 1
     index = np.minimum(np.arange(counts.max() + 1, dtype=np.int32), counts[:, None])
-    rows, starts, counts_, columns = device.upload(slots["row"], slots["start"], counts, first[:, None] + index)
-    return DraftColumns(rows.long(), starts, counts_, columns.long(), int(slots["stop"].max()) + 1)
-
-
-def drafted_before(rows: Ints, device: Device) -> torch.Tensor:
-    """Return `Sampling.drafted` of the tokens that `rows` [S] sample."""
-    index = np.arange(len(rows), dtype=np.int32)
-    first = np.maximum.accumulate(np.where(np.diff(rows, prepend=-1) != 0, index, 0))
-    return device.upload(index - first)[0]
+    arrays = behind, slots["row"], slots["start"], counts, first[:, None] + index
+    behind_, rows, starts, counts_, columns = device.upload(*arrays)
+    return DraftColumns(behind_, rows.long(), starts, counts_, columns.long(), int(slots["stop"].max()) + 1)
 
 
 def make_sampling(plan: BatchPlan, index: npt.NDArray[np.intp], device: Device) -> Sampling:

@@ -64,9 +64,11 @@ class Drafting:
         return shift
 
     def place(self, batch: Batch) -> Batch:
-        """Return `batch` with the true positions, and the tokens of its drafts."""
-        index = (-3 - batch.input_ids).clamp(min=0).long()
-        ids = torch.where(batch.input_ids < -2, self.drafts[batch.token_rows.long(), index], batch.input_ids)
+        """Return `batch`, which has drafts, with the true positions, and the tokens of its drafts."""
+        assert batch.drafts is not None, "no slot has DRAFTS"
+        behind = batch.drafts.behind
+        drafts = self.drafts[batch.token_rows.long(), (behind - 1).clamp(min=0).long()]
+        ids = torch.where(behind > 0, drafts, batch.input_ids)
         return moved(replace(batch, input_ids=ids), self.shift(batch.drafts))
 
     def settle(self, out: Tensor, columns: DraftColumns, inputs: Tensor) -> Tensor:

@@ -1,139 +1,31 @@
-"""The parts of a captured step with drafts around the forward pass: true positions before; confirmation, n-gram lookup.
+"""The end of a captured step with drafts: confirmation, and n-gram lookup.
 
 Each is one launch instead of dozens of small ones. `engine/drafting.py` has the same in torch.
 """
 
 from __future__ import annotations
 
-from typing import Final, NamedTuple
+from typing import Final
 
 import torch
 import triton
 import triton.language as tl
 from torch import Tensor
 
-BLOCK_TOKENS: Final = 1024
 BLOCK_DRAFTS: Final = 16  # more than the queries of a sequence
 BLOCK_HISTORY: Final = 2048
 BASE = tl.constexpr(1 << 16)  # larger than every position that is searched
 
 
-@triton.jit
-def _place(t, mask, codes_ptr, planned_ptr, rows_ptr, lengths_ptr):
-    """Return the code, row and true position of tokens."""
-    code = tl.load(codes_ptr + t, mask=mask, other=0)
-    position = tl.load(planned_ptr + t, mask=mask, other=0)
-    row = tl.load(rows_ptr + t, mask=mask, other=0)
-    length = tl.load(lengths_ptr + row, mask=mask & (code < -1), other=0)
-    return code, row, tl.where(code < -1, length - 3 - code, position)
-
-
-@triton.jit
-def _id(code, row, mask, last_token_ptr, drafts_ptr, stride_drafts):
-    """Return the token id that a code stands for."""
-    newest = tl.load(last_token_ptr + row, mask=mask & (code < 0), other=0)
-    draft = tl.load(drafts_ptr + row * stride_drafts - 3 - code, mask=mask & (code < -2), other=0)
-    return tl.where(code >= 0, code, tl.where(code >= -2, newest, draft))
-
-
-@triton.jit(
-    do_not_specialize=[
-        "num_writes", "num_tokens", "num_seqs", "num_samples", "num_rows", "stride_table", "stride_out_loc",
-        "stride_drafts",
-    ]
-)  # fmt: skip
-def _place_tokens(
-    codes_ptr, planned_ptr, rows_ptr, cu_query_lens_ptr, logit_tokens_ptr, page_writes_ptr,
-    page_table_ptr, last_token_ptr, lengths_ptr, drafts_ptr,
-    ids_ptr, positions_ptr, out_loc_ptr, kv_lens_ptr, sample_positions_ptr, drafted_ptr, inputs_ptr,
-    num_writes, num_tokens, num_seqs, num_samples, num_rows, stride_table, stride_out_loc, stride_drafts,
-    PAGE_SIZE: tl.constexpr, GROUPS: tl.constexpr, BLOCK: tl.constexpr,
-):  # fmt: skip
-    """Runs as a single program, so that the page writes come first."""
-    offs = tl.arange(0, BLOCK)
-    for first in range(0, num_writes, BLOCK):
-        mask = first + offs < num_writes
-        write_ptrs = page_writes_ptr + 4 * (first + offs)
-        target = tl.load(write_ptrs, mask=mask, other=0) * num_rows + tl.load(write_ptrs + 1, mask=mask, other=0)
-        entry = target.to(tl.int64) * stride_table + tl.load(write_ptrs + 2, mask=mask, other=0)
-        tl.store(page_table_ptr + entry, tl.load(write_ptrs + 3, mask=mask, other=0), mask=mask)
-    tl.debug_barrier()  # other threads read the pages just written
-    for first in range(0, num_tokens, BLOCK):
-        t = first + offs
-        mask = t < num_tokens
-        code, row, position = _place(t, mask, codes_ptr, planned_ptr, rows_ptr, lengths_ptr)
-        for group in tl.static_range(GROUPS):
-            page_ptrs = page_table_ptr + (group * num_rows + row).to(tl.int64) * stride_table + position // PAGE_SIZE
-            page = tl.load(page_ptrs, mask=mask, other=0, cache_modifier=".cg").to(tl.int64)
-            tl.store(out_loc_ptr + group * stride_out_loc + t, page * PAGE_SIZE + position % PAGE_SIZE, mask=mask)
-        tl.store(ids_ptr + t, _id(code, row, mask, last_token_ptr, drafts_ptr, stride_drafts), mask=mask)
-        tl.store(positions_ptr + t, position, mask=mask)
-    for first in range(0, num_seqs, BLOCK):
-        mask = first + offs < num_seqs
-        begin = tl.load(cu_query_lens_ptr + first + offs, mask=mask, other=0)
-        end = tl.load(cu_query_lens_ptr + first + offs + 1, mask=mask, other=0)
-        _, _, position = _place(end - 1, mask & (end > begin), codes_ptr, planned_ptr, rows_ptr, lengths_ptr)
-        tl.store(kv_lens_ptr + first + offs, tl.where(end > begin, position + 1, 0), mask=mask)
-    for first in range(0, num_samples, BLOCK):
-        mask = first + offs < num_samples
-        t = tl.load(logit_tokens_ptr + first + offs, mask=mask, other=0)
-        code, row, position = _place(t, mask, codes_ptr, planned_ptr, rows_ptr, lengths_ptr)
-        tl.store(sample_positions_ptr + first + offs, position + 1, mask=mask)
-        tl.store(drafted_ptr + first + offs, tl.maximum(-2 - code, 0), mask=mask)
-        input_id = _id(code, row, mask, last_token_ptr, drafts_ptr, stride_drafts)
-        tl.store(inputs_ptr + first + offs, input_id, mask=mask)
-
-
-class Placed(NamedTuple):
-    """The results of `place_tokens` for T tokens, B sequences and S sampled tokens; int32, but `out_loc` is int64.
-
-    Fields are those of `Batch` and `Sampling`. Buffers may be longer than T, B and S.
-    """
-
-    ids: Tensor  # [T]
-    positions: Tensor  # [T]
-    out_loc: Tensor  # [groups, T]
-    kv_lens: Tensor  # [B]
-    sample_positions: Tensor  # [S]
-    drafted: Tensor  # [S]
-    inputs: Tensor  # [S]
-
-
-def place_tokens(
-    tokens: Tensor,
-    cu_query_lens: Tensor,
-    logit_tokens: Tensor,
-    page_writes: Tensor,
-    page_tables: Tensor,
-    last_token: Tensor,
-    lengths: Tensor,
-    drafts: Tensor,
-    placed: Placed,
-    page_size: int,
-) -> None:
-    """Apply page writes [P, 4], and compute `placed` from the host's inputs, all int32.
-
-    These are `tokens` [3, T] (`Batch.input_ids`, planned positions, rows), cu_query_lens [B + 1] and logit_tokens [S].
-    `lengths` and `drafts` are those of `Drafting`; they are not read without DRAFTS.
-    """
-    _place_tokens[(1,)](
-        *tokens, cu_query_lens, logit_tokens, page_writes, page_tables, last_token, lengths, drafts, *placed,
-        len(page_writes), tokens.shape[1], len(cu_query_lens) - 1, len(logit_tokens),
-        len(last_token), page_tables.stride(1), placed.out_loc.stride(0), drafts.stride(0),
-        PAGE_SIZE=page_size, GROUPS=len(page_tables), BLOCK=BLOCK_TOKENS, num_warps=8,
-    )  # fmt: skip
-
-
 @triton.jit(do_not_specialize=["num_samples", "stride_history"])
 def _settle(
-    out_ptr, ids_ptr, codes_ptr, rows_ptr, cu_query_lens_ptr, lengths_ptr, history_ptr, last_token_ptr, confirmed_ptr,
+    out_ptr, ids_ptr, behind_ptr, rows_ptr, cu_query_lens_ptr, lengths_ptr, history_ptr, last_token_ptr, confirmed_ptr,
     num_samples, stride_history, BLOCK: tl.constexpr,
 ):  # fmt: skip
     """One program per sequence; column i of `out` is token i."""
     first = tl.load(cu_query_lens_ptr + tl.program_id(0))
     width = tl.load(cu_query_lens_ptr + tl.program_id(0) + 1) - first
-    code = tl.load(codes_ptr + first, mask=width > 0, other=0)
-    if code == -2:
+    if (width > 0) & (tl.load(behind_ptr + tl.program_id(0)) >= 0):
         offs = tl.arange(0, BLOCK)
         row = tl.load(rows_ptr + tl.program_id(0)).to(tl.int64)
         length = tl.load(lengths_ptr + row)
@@ -153,7 +45,7 @@ def _settle(
 def settle(
     out: Tensor,
     ids: Tensor,
-    codes: Tensor,
+    behind: Tensor,
     rows: Tensor,
     cu_query_lens: Tensor,
     lengths: Tensor,
@@ -164,12 +56,13 @@ def settle(
     """Confirm the tokens of a step's first sequences as `Drafting.settle` does, without drafting.
 
     out [2 or more, S] int32 has, for each token of these sequences in order, the sampled token and whether its logits
-    were finite. ids and codes [T] and cu_query_lens [B + 1] are those of `place_tokens`; rows [B] int32. For rows with
-    DRAFTS it writes lengths, history, last_token, and their entries of `confirmed` [S].
+    were finite. ids [T] and cu_query_lens [B + 1] are those of the step; rows and behind [B] int32, the latter negative
+    where the row does not draft. For rows that do it writes lengths, history, last_token, and their entries of
+    `confirmed` [S].
     """
     _settle[(len(cu_query_lens) - 1,)](
-        out, ids, codes, rows, cu_query_lens, lengths, history, last_token, confirmed, out.stride(0), history.stride(0),
-        BLOCK=BLOCK_DRAFTS, num_warps=1,
+        out, ids, behind, rows, cu_query_lens, lengths, history, last_token, confirmed,
+        out.stride(0), history.stride(0), BLOCK=BLOCK_DRAFTS, num_warps=1,
     )  # fmt: skip
 
 

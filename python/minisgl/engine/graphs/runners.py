@@ -9,8 +9,7 @@ from functools import partial
 from typing import TYPE_CHECKING, Final
 
 from minisgl.engine.graphs.capture import TAILS, Capture
-from minisgl.engine.graphs.decode import GraphRunner, graph_sizes
-from minisgl.engine.graphs.mixed import MixedGraphRunner
+from minisgl.engine.graphs.step import CapturedRunner
 from minisgl.engine.pooling import base_runner
 from minisgl.engine.trial import decode_plan, draft_plan, largest_prefill
 from minisgl.errors import ConfigError
@@ -72,13 +71,10 @@ class CudaRunners:
                 _log.warning("decode steps run op by op: %s cannot be captured as a CUDA graph", mixer.name)
                 return [eager]
         captures_prompts = all(mixer.captures_prompts for mixer in parts.mixers)
-        progress = Progress("capturing CUDA graphs", "batch sizes", spec.info.rank == 0)
+        longest = min(spec.max_step_tokens, spec.max_seq_len) if captures_prompts else 0
+        progress = Progress("capturing CUDA graphs", "sizes", spec.info.rank == 0)
         with Capture(partial(_rehearsal, parts)) as capture:
-            decode = GraphRunner(parts, graph_sizes(spec.graph_rows), capture, progress.update)
-            if not (captures_prompts or parts.drafting):
-                return [decode, eager]
-            longest = min(spec.max_step_tokens, spec.max_seq_len) if captures_prompts else 0
-            return [decode, MixedGraphRunner(parts, capture, longest, spec.graph_rows, spec.max_queries), eager]
+            return [CapturedRunner(parts, capture, spec.graph_rows, longest, spec.max_queries, progress.update), eager]
 
 
 def _rehearsal(parts: Parts) -> AbstractContextManager[None]:
