@@ -29,6 +29,7 @@ from triton.runtime.errors import OutOfResources
 
 from minisgl.hopper import gemm as cuda_gemm
 from minisgl.ops import reference
+from minisgl.ops.deferred import Result, finished
 from minisgl.ops.quantized import E4M3, Format, Quantized
 from minisgl.triton import ops
 from minisgl.triton.cublas import cublas_linear
@@ -62,8 +63,7 @@ def matrices(kind: Format, n_out: int, n_in: int) -> list[Quantized]:
 
 
 def linear(x: Tensor, weight: Quantized, gate: str) -> Tensor:
-    out: Tensor = ops.linear(x, weight, None, gate)
-    return out.contiguous()  # launches what is left
+    return finished(ops.linear(x, weight, None, gate))
 
 
 def best_tile(x: Tensor, weights: list[Quantized], gate: str) -> str:
@@ -97,7 +97,7 @@ def alone(x: Tensor, weights: list[Quantized], gate: str, load: float) -> str:
     return line + f", in CUDA {time_us(ours, load=load):.1f}"
 
 
-def chain_us(gemv: Callable[..., tuple[Tensor, Tensor]], layers: list[list[Quantized]]) -> float:
+def chain_us(gemv: Callable[..., tuple[Result, Result]], layers: list[list[Quantized]]) -> float:
     """Microseconds of a layer, whose GEMVs are qkv, o, gate and up, and down, in a graph of all layers."""
     width = layers[0][0].shape[1]
     first, weight = randn(1, width), torch.rand(width, device=GPU).to(BF16)
@@ -106,10 +106,10 @@ def chain_us(gemv: Callable[..., tuple[Tensor, Tensor]], layers: list[list[Quant
         x, residual = first, first.clone()
         for qkv, o, gate_up, down in layers:
             heads, residual = gemv(x, qkv, None, "", Norm(residual, weight, 1e-6))
-            x = gemv(heads[:, : o.shape[1]], o, None, "")[0]
+            x = gemv(finished(heads)[:, : o.shape[1]], o, None, "")[0]
             hidden, residual = gemv(x, gate_up, None, "silu", Norm(residual, weight, 1e-6))
             x = gemv(hidden, down, None, "")[0]
-        x.contiguous()  # launches what is left
+        finished(x)
 
     return time_us([run], nodes=1, repeats=25) / len(layers)
 
@@ -127,7 +127,7 @@ def layer_run(layers: list[list[Quantized]], rows: int) -> Callable[[], Tensor]:
             x = ops.linear(attended, o)
             hidden, residual = ops.add_norm_linear(x, residual, weight, 1e-6, gate_up, None, "silu")
             x = ops.linear(hidden, down)
-        return ops.rms_norm(x, weight, 1e-6)
+        return ops.rms_norm(finished(x), weight, 1e-6)
 
     return run
 

@@ -17,6 +17,7 @@ from minisgl.engine.batch import make_batch, moved
 from minisgl.layers.builder import Builder
 from minisgl.layout import FULL, NO_SLOTS, Flag
 from minisgl.models.weight import load_model
+from minisgl.ops.deferred import finished
 from minisgl.settings.options import MAX_DRAFTS
 from minisgl.speculative.eagle3 import Eagle3Head
 
@@ -156,7 +157,7 @@ class SmallModel(DraftModel):
 
     def _logits(self, ids: Tensor, batch: Batch) -> Tensor:
         stream = self.parts.hidden(ids, batch, self.parts.out_loc(batch))
-        return self.parts.vocab.gather(self.parts.model.logits(stream)) if len(stream.x) else stream.x
+        return self.parts.vocab.gather(self.parts.model.logits(stream)) if len(stream.x) else finished(stream.x)
 
 
 class Eagle3(DraftModel):

@@ -11,9 +11,9 @@ import torch
 from torch import Tensor, empty
 
 from minisgl.hopper.nvrtc import launch, load_kernel
+from minisgl.ops.deferred import Deferred, Result, finished
 from minisgl.ops.quantized import Format, Quantized
 from minisgl.rounding import ceil_div, round_up
-from minisgl.triton.epilogue import Unfinished, finished
 from minisgl.triton.launch import is_noted
 from minisgl.triton.product import Norm, Product
 from minisgl.triton.quantized_gemv import quantized_gemv
@@ -112,7 +112,7 @@ class Chain(NamedTuple):
         if link.norm is None or not totals:
             return True
         residual = link.norm.residual
-        return isinstance(residual, Unfinished) and residual.work is totals[-1]
+        return isinstance(residual, Deferred) and residual.work is totals[-1]
 
     def finish(self) -> Tensor:
         """Launch the kernel, and return the last link's result [1, N]."""
@@ -245,7 +245,7 @@ def plan_launch(chain: Chain, out: Tensor, results: Tensor | None, num_sms: int)
     shapes = [Shape(i.weight.shape[1], n, i.norm is not None, i.gate) for i, n in zip(links, rows, strict=True)]
     defines, shared = plan_sizes(shapes, kind, x.dtype, warps, limit)
     residual = next((link.norm.residual for link in links if link.norm is not None), None)
-    arguments = Arguments(*map(_address, (x, residual, out, results)))
+    arguments = Arguments(*map(_address, (x, finished(residual), out, results)))
     for i, link in enumerate(links):
         weight, total, (_, norm_weight, eps) = link.weight, link.total, link.norm or (None, None, 0.0)
         stored = None if total is None else total.stored
@@ -307,20 +307,21 @@ def cuda_experts(x: Tensor, experts: Tensor, choices: Tensor, gate_up: Quantized
 
 
 def cuda_gemv(
-    x: Tensor, weight: Quantized, bias: Tensor | None, gate: str = "", norm: Norm | None = None
-) -> tuple[Tensor, Tensor]:
+    x: Result, weight: Quantized, bias: Tensor | None, gate: str = "", norm: Norm | None = None
+) -> tuple[Result, Result]:
     """x [1, K] -> (out [1, N], x + residual [1, K], or x itself without a residual), unless `refuses` has a reason.
 
-    Both may be `Unfinished`: nothing is launched until a reader asks, or a projection follows that attention reads.
+    Both may be `Deferred`: nothing is launched until a reader asks, or a projection follows that attention reads.
     """
     link = Link(weight, bias, gate, norm)
-    chain = x.work if isinstance(x, Unfinished) else None
+    chain = x.work if isinstance(x, Deferred) else None
     if not isinstance(chain, Chain) or not chain.takes(link):
         chain = Chain(finished(x))
     if norm is not None and norm.residual is not None:
         link = link._replace(total=Total(empty(x.shape, dtype=x.dtype, device=x.device)))
     chain = Chain(chain.x, (*chain.links, link))
-    out, total = Unfinished(chain), x
+    out: Deferred = Deferred(chain)
+    total: Result = x
     if link.total is not None:
-        link.total.chain, total = chain, Unfinished(link.total)
+        link.total.chain, total = chain, Deferred(link.total)
     return (out if gate or norm is None else out.finished()), total

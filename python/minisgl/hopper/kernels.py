@@ -10,6 +10,7 @@ from minisgl.hopper import gemm, gemv
 from minisgl.hopper.attention import cuda_decode, cuda_prefill, supports
 from minisgl.hopper.gemv import cuda_experts
 from minisgl.hopper.nvrtc import libraries
+from minisgl.ops.deferred import Result
 from minisgl.ops.quantized import Quantized
 from minisgl.triton import quantized
 from minisgl.triton.product import Kernel, Norm
@@ -22,7 +23,7 @@ def is_usable() -> bool:
     return libraries() is not None
 
 
-def _gemm(x: Tensor, weight: Quantized, bias: Tensor | None, gate: str, norm: Norm | None) -> tuple[Tensor, Tensor]:
+def _gemm(x: Result, weight: Quantized, bias: Tensor | None, gate: str, norm: Norm | None) -> tuple[Result, Result]:
     """Quantize the rows, and multiply by our kernel, or by Triton's if ours cannot be compiled."""
     split, parts = quantized.quantized_rows(x, weight, norm)
     out = gemm.cuda_gemm(split, len(x), parts, weight, bias, x.dtype, gate)

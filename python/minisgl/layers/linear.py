@@ -12,6 +12,7 @@ import torch
 from torch import Tensor
 
 from minisgl.layers.builder import Init, Shard
+from minisgl.ops.deferred import Result, finished
 
 if TYPE_CHECKING:
     from minisgl.layers.builder import Builder, Rows, Size
@@ -24,12 +25,12 @@ class Stream(NamedTuple):
     Without a residual they are `x`, which is equal on all ranks.
     """
 
-    x: Tensor
-    residual: Tensor | None = None
+    x: Result
+    residual: Result | None = None
 
     def each(self, change: Callable[[Tensor], Tensor]) -> Stream:
         """Return the stream of changed tensors."""
-        return Stream(change(self.x), None if self.residual is None else change(self.residual))
+        return Stream(change(finished(self.x)), None if self.residual is None else change(finished(self.residual)))
 
     def at(self, tokens: Tensor) -> Stream:
         """Return the hidden states of some of the tokens, int64 [S]."""
@@ -55,7 +56,7 @@ class RMSNorm:
 
     def sum_add(self, stream: Stream) -> tuple[Tensor, Tensor]:
         """Return (norm(total), total), each [T, size], for the hidden states `total`; may overwrite the stream."""
-        x, residual = stream
+        x, residual = finished(stream.x), finished(stream.residual)
         if residual is None:
             return self.forward(x), x
         return self._comm.sum_add_norm(x, residual, self.weight, self.eps, self._add_rms_norm)
@@ -88,11 +89,11 @@ class Linear:
         self._add_norm_linear = builder.ops.add_norm_linear
         self._is_alone = builder.info.size == 1
 
-    def forward(self, x: Tensor) -> Tensor:
+    def forward(self, x: Result) -> Result:
         """Project x [T, in_features] -> [T, sum of parts]."""
         return self._linear(x, self.weight, self.bias)
 
-    def after_sum_norm(self, stream: Stream, norm: RMSNorm, gate: str = "") -> tuple[Tensor, Tensor]:
+    def after_sum_norm(self, stream: Stream, norm: RMSNorm, gate: str = "") -> tuple[Result, Result]:
         """Return (projection of norm(total), total) for the hidden states `total`; may overwrite the stream.
 
         With a `gate` of `reference.GATES`, the projection is gate and up, and the activation follows.

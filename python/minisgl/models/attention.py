@@ -6,6 +6,7 @@ from functools import partial
 from typing import TYPE_CHECKING
 
 from minisgl.layers.linear import Linear, RMSNorm, Stream
+from minisgl.ops.deferred import Result, finished
 from minisgl.ops.reference import HeadTransform
 
 if TYPE_CHECKING:
@@ -54,9 +55,9 @@ class Attention:
         This step's keys and values are stored; `stream` may be overwritten.
         """
         qkv, total = self.qkv_proj.after_sum_norm(stream, norm)
-        return Stream(self.attend(qkv, ctx), total)
+        return Stream(self.attend(finished(qkv), ctx), total)
 
-    def attend(self, qkv: Tensor, ctx: Context) -> Tensor:
+    def attend(self, qkv: Tensor, ctx: Context) -> Result:
         """Return the block's output [T, H] for the projections [T, (Hq + 2 Hk) D], which may be overwritten."""
         out: Tensor = ctx.mixers[self.mixer].attend(qkv, self.heads, self.kv.pages)
         return self.o_proj.forward(out.view(-1, self.q_size))

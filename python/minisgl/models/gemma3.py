@@ -9,6 +9,7 @@ from minisgl.layers.linear import Embedding, RMSNorm, Stream
 from minisgl.models.attention import Attention
 from minisgl.models.llama import LlamaForCausalLM, LlamaModel, rope_tables
 from minisgl.models.mlp import GatedMLP
+from minisgl.ops.deferred import finished
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -43,7 +44,7 @@ class Gemma3DecoderLayer:
         return self._sum_after_norm(stream, self.post_feedforward_layernorm)
 
     def _sum_after_norm(self, stream: Stream, norm: RMSNorm) -> Stream:
-        return Stream(norm.forward(self._sum(stream.x), stream.residual))
+        return Stream(norm.forward(self._sum(finished(stream.x)), finished(stream.residual)))
 
 
 class Gemma3ForCausalLM(LlamaForCausalLM):

@@ -14,6 +14,7 @@ from minisgl.layers.linear import Embedding, Linear, RMSNorm, Stream
 from minisgl.layers.rotary import cos_sin_table
 from minisgl.models.attention import Attention
 from minisgl.models.mlp import GatedMLP, SparseMLP
+from minisgl.ops.deferred import finished
 from minisgl.ops.quantized import Quantized
 
 if TYPE_CHECKING:
@@ -159,4 +160,4 @@ class LlamaForCausalLM:
 
         With several ranks, V is this rank's shard of the vocabulary.
         """
-        return self.lm_head.after_sum_norm(stream, self.model.norm)[0]
+        return finished(self.lm_head.after_sum_norm(stream, self.model.norm)[0])

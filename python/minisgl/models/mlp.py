@@ -5,6 +5,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 from minisgl.layers.linear import Linear, Stream
+from minisgl.ops.deferred import finished
 
 if TYPE_CHECKING:
     from minisgl.layers.builder import Builder, Rows
@@ -57,6 +58,6 @@ class SparseMLP:
     def forward(self, stream: Stream, norm: RMSNorm) -> Stream:
         """Return what `GatedMLP.forward` does."""
         normed, total = norm.sum_add(stream)
-        router_logits, experts = self.router.forward(normed), self.experts
+        router_logits, experts = finished(self.router.forward(normed)), self.experts
         out = self._moe(normed, router_logits, self.gate_up, self.down, experts.top_k, experts.normalise)
         return Stream(out, total)

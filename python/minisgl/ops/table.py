@@ -9,6 +9,7 @@ from typing import Any, Final
 from torch import Tensor
 
 from minisgl.ops import reference, sampling
+from minisgl.ops.deferred import Result
 from minisgl.ops.quantized import Quantized, Rounding, rounded
 from minisgl.registry import Registry
 
@@ -19,10 +20,10 @@ class OpTable:
 
     name: str = "reference"
     embedding: Callable[[Tensor, Tensor], Tensor] = reference.embedding
-    linear: Callable[..., Tensor] = reference.linear
+    linear: Callable[..., Result] = reference.linear
     rms_norm: Callable[..., Tensor] = reference.rms_norm
     add_rms_norm: Callable[[Tensor, Tensor, Tensor, float], tuple[Tensor, Tensor]] = reference.add_rms_norm
-    add_norm_linear: Callable[..., tuple[Tensor, Tensor]] = reference.add_norm_linear
+    add_norm_linear: Callable[..., tuple[Result, Result]] = reference.add_norm_linear
     moe: Callable[[Tensor, Tensor, Tensor | Quantized, Tensor | Quantized, int, bool], Tensor] = reference.moe
     norm_rope_store: Callable[..., Tensor] = reference.norm_rope_store
     paged_attention: Callable[..., Tensor] = reference.paged_attention

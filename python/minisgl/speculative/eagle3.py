@@ -14,6 +14,7 @@ from minisgl.models.attention import Attention
 from minisgl.models.llama import rope_tables
 from minisgl.models.mlp import GatedMLP
 from minisgl.models.weight import fill, fill_dummy, open_all
+from minisgl.ops.deferred import finished
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -68,7 +69,7 @@ class Eagle3Head:
 
     def join(self, states: list[Tensor]) -> Tensor:
         """Join the outputs [T, H] of the target's three layers to features [T, H]."""
-        return self.fc.forward(torch.cat(states, 1))
+        return finished(self.fc.forward(torch.cat(states, 1)))
 
     def forward(self, embedded: Tensor, features: Tensor, ctx: Context, keep: Tensor) -> tuple[Tensor, Tensor]:
         """Compute this rank's logits [S, draft vocabulary], and hidden states [S, H], of the tokens `keep` [S] int64.
@@ -76,6 +77,7 @@ class Eagle3Head:
         embedded and features [T, H] are the embeddings of the next tokens, and the hidden states of these.
         """
         normed = torch.cat([self.embedding_norm.forward(embedded), self.hidden_norm.forward(features)], 1)
-        x = self.attention.attend(self.attention.qkv_proj.forward(normed), ctx)
+        x = self.attention.attend(finished(self.attention.qkv_proj.forward(normed)), ctx)
         stream = self.mlp.forward(Stream(x, features).at(keep), self.mlp_norm)
-        return self.lm_head.after_sum_norm(stream, self.norm)
+        logits, hidden = self.lm_head.after_sum_norm(stream, self.norm)
+        return finished(logits), finished(hidden)

@@ -2,14 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
-from typing import Any, NamedTuple, Protocol
+from typing import NamedTuple
 
 import torch
 import triton
 import triton.language as tl
 from torch import Tensor, empty
-from torch.utils._pytree import tree_map_only
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
 from minisgl.triton.launch import MAX_CHAINED, pdl_options
@@ -86,20 +84,6 @@ def finish(
     return out
 
 
-class Work(Protocol):
-    """What is left to do for a result."""
-
-    @property
-    def shape(self) -> Sequence[int]: ...
-    @property
-    def dtype(self) -> torch.dtype: ...
-    @property
-    def device(self) -> torch.device: ...
-
-    def finish(self) -> Tensor:
-        """Return the result."""
-
-
 class Products(NamedTuple):
     """The arguments of `finish`."""
 
@@ -120,52 +104,6 @@ class Products(NamedTuple):
 
     def finish(self) -> Tensor:
         return finish(*self)
-
-
-class Unfinished(Tensor):
-    """A result [T, N] whose reader may do the rest of the work with its own, which saves a kernel.
-
-    The kernels that quantize rows (`quantized.py`) take a GEMM's `Products`: they apply scales, bias and activation.
-    The GEMV that follows one or more GEMVs makes them one kernel (`hopper/gemv.py: Chain`). Any other reader, PyTorch's
-    ops and communicators included, gets the result of `work.finish`, which is called once; `work` is then None. A
-    result that is read after the end of a CUDA graph must be finished inside the graph.
-    """
-
-    # To read these must not finish the result.
-    __slots__ = ("_finished", "device", "dtype", "shape", "work")
-    work: Work | None
-
-    @staticmethod
-    def __new__(cls, work: Work) -> Unfinished:
-        return Tensor._make_wrapper_subclass(cls, work.shape, dtype=work.dtype, device=work.device)
-
-    def __init__(self, work: Work) -> None:
-        self.work = work
-        self.shape, self.dtype, self.device = torch.Size(work.shape), work.dtype, work.device
-
-    def __len__(self) -> int:
-        return self.shape[0]
-
-    def finished(self) -> Tensor:
-        """Return the result as an ordinary tensor, always the same one."""
-        if self.work is not None:
-            self._finished, self.work = self.work.finish(), None
-        return self._finished
-
-    @classmethod
-    def __torch_function__(
-        cls, op: Callable[..., Any], types: object, args: tuple[object, ...] = (), kwargs: Any = None
-    ) -> Any:
-        args, kwargs = tree_map_only(Unfinished, Unfinished.finished, (args, kwargs or {}))
-        return op(*args, **kwargs)
-
-    # PyTorch asks for it, but imports 500 modules (0.8 s) when it first calls one.
-    __torch_dispatch__ = __torch_function__  # type: ignore[assignment]
-
-
-def finished(x: Tensor) -> Tensor:
-    """Return x as an ordinary tensor."""
-    return x.finished() if isinstance(x, Unfinished) else x
 
 
 def gate_and_mul(x: Tensor, gate: str) -> Tensor:

@@ -10,10 +10,11 @@ from typing import Final
 import torch
 from torch import Tensor
 
+from minisgl.ops.deferred import Deferred, Result, finished
 from minisgl.ops.quantized import Format, Quantized
 from minisgl.triton import quantized
 from minisgl.triton.cublas import cublas_linear
-from minisgl.triton.epilogue import Unfinished, finished, gate_and_mul
+from minisgl.triton.epilogue import gate_and_mul
 from minisgl.triton.gemm import gemm
 from minisgl.triton.launch import hopper
 from minisgl.triton.linear import gemm_config, gemv, normalised
@@ -32,7 +33,7 @@ Facts = Iterator[tuple[str, str]]
 
 def _gemv(x: Tensor, weight: Tensor, bias: Tensor | None, gate: str, norm: Norm | None) -> tuple[Tensor, Tensor]:
     if norm is not None and x.shape[1] <= MAX_FUSED_INPUTS:
-        return gemv(x, weight, bias, residual=norm.residual, norm_weight=norm.weight, eps=norm.eps, gate=gate)
+        return gemv(x, weight, bias, residual=finished(norm.residual), norm_weight=norm.weight, eps=norm.eps, gate=gate)
     normed, total = normalised(x, norm)
     return gemv(normed, weight, bias, gate=gate)[0], total
 
@@ -48,7 +49,7 @@ def _gemm(x: Tensor, weight: Tensor, bias: Tensor | None, gate: str, norm: Norm 
 def _cublas(x: Tensor, weight: Tensor, bias: Tensor | None, gate: str, norm: Norm | None) -> tuple[Tensor, Tensor]:
     normed, total = normalised(x, norm)
     if gate:  # our kernel may be faster without it
-        return gate_and_mul(multiply(normed, weight, bias)[0], gate), total
+        return gate_and_mul(finished(multiply(normed, weight, bias)[0]), gate), total
     return cublas_linear(normed, weight, bias), total
 
 
@@ -96,10 +97,10 @@ def choose(product: Product) -> Kernel:
 
 
 def multiply(
-    x: Tensor, weight: Tensor | Quantized, bias: Tensor | None = None, gate: str = "", norm: Norm | None = None
-) -> tuple[Tensor, Tensor]:
+    x: Result, weight: Tensor | Quantized, bias: Tensor | None = None, gate: str = "", norm: Norm | None = None
+) -> tuple[Result, Result]:
     """Run the kernel for a product; see `Run`."""
-    x = x if isinstance(x, Unfinished) and isinstance(weight, Quantized) else finished(x).contiguous()
+    x = x if isinstance(x, Deferred) and isinstance(weight, Quantized) else finished(x).contiguous()
     return choose(Product.of(x, weight, gate, norm)).run(x, weight, bias, gate, norm)
 
 

@@ -15,6 +15,7 @@ import triton.language as tl
 from torch import Tensor, empty, empty_like
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
+from minisgl.ops.deferred import finished
 from minisgl.triton.epilogue import gated
 from minisgl.triton.gemm import GemmConfig
 from minisgl.triton.launch import pdl_options
@@ -181,6 +182,7 @@ def normalised(x: Tensor, norm: Norm | None) -> tuple[Tensor, Tensor]:
     """Return x after `norm`, and x + residual, which overwrites the residual."""
     if norm is None:
         return x, x
-    if norm.residual is None:
+    residual = finished(norm.residual)
+    if residual is None:
         return rms_norm(x, norm.weight, norm.eps), x
-    return add_rms_norm(x, norm.residual, norm.weight, norm.eps)
+    return add_rms_norm(x, residual, norm.weight, norm.eps)

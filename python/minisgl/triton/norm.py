@@ -13,7 +13,6 @@ from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
 from minisgl.ops.quantized import Pages, QuantizedPages, data_and_scale
 from minisgl.ops.reference import HeadTransform
-from minisgl.triton.epilogue import finished
 from minisgl.triton.launch import MAX_CHAINED, pdl_options
 
 
@@ -72,7 +71,7 @@ def _rms_norm(
 
 def _norm(x: Tensor, residual: Tensor | None, weight: Tensor, eps: float, adds_before: bool) -> Tensor:
     """Launch with 8 elements (16 bytes) per thread and up to 8 warps: the fastest on an H200 at 1,024 and 4,096."""
-    x, n = finished(x), x.shape[-1]
+    n = x.shape[-1]
     rows, block = x.numel() // n, triton.next_power_of_2(n)
     out = empty_like(x)
     _rms_norm[(rows,)](
@@ -180,7 +179,7 @@ def norm_rope_store(qkv: Tensor, heads: HeadTransform, positions: Tensor, pages:
     / 2.2 / 38 / 75 us on an H200. Fewer warps or more heads per program change that by at most 2 us
     (`benchmark/kernels/ops.py small`).
     """
-    qkv, tokens = finished(qkv), len(qkv)
+    tokens = len(qkv)
     num_kv_heads, page_size, dim = pages.shape[2:]
     num_heads = qkv.shape[1] // dim - num_kv_heads * 2
     has_norm = heads.q_weight is not None

@@ -7,6 +7,7 @@ from typing import Any, Final
 
 from torch import Tensor
 
+from minisgl.ops.deferred import Result
 from minisgl.ops.quantized import Quantized
 from minisgl.triton.drafts import look_up
 from minisgl.triton.kernels import multiply
@@ -19,20 +20,20 @@ from minisgl.triton.rounding import rounded
 from minisgl.triton.sample import candidates, sample_rows
 
 
-def linear(x: Tensor, weight: Tensor | Quantized, bias: Tensor | None = None, gate: str = "") -> Tensor:
+def linear(x: Result, weight: Tensor | Quantized, bias: Tensor | None = None, gate: str = "") -> Result:
     """`reference.linear`, by the kernel that `kernels.KERNELS` has for it."""
     return multiply(x, weight, bias, gate)[0]
 
 
 def add_norm_linear(
-    x: Tensor,
-    residual: Tensor | None,
+    x: Result,
+    residual: Result | None,
     norm_weight: Tensor,
     eps: float,
     weight: Tensor | Quantized,
     bias: Tensor | None = None,
     gate: str = "",
-) -> tuple[Tensor, Tensor]:
+) -> tuple[Result, Result]:
     """`reference.add_norm_linear`; overwrites `residual` unless one kernel does it all."""
     return multiply(x, weight, bias, gate, Norm(residual, norm_weight, eps))
 

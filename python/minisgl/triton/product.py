@@ -8,13 +8,14 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
+from minisgl.ops.deferred import Result
 from minisgl.ops.quantized import Format, Quantized
 
 
 class Norm(NamedTuple):
     """What precedes a GEMM: `residual` += x, if there is a residual, and an RMS norm."""
 
-    residual: Tensor | None
+    residual: Result | None
     weight: Tensor
     eps: float
 
@@ -34,17 +35,17 @@ class Product(NamedTuple):
     norm_dtype: torch.dtype | None = None
 
     @classmethod
-    def of(cls, x: Tensor, weight: Tensor | Quantized, gate: str, norm: Norm | None) -> Product:
+    def of(cls, x: Result, weight: Tensor | Quantized, gate: str, norm: Norm | None) -> Product:
         """Describe a call of a linear layer."""
         kind = weight.format if isinstance(weight, Quantized) else None
         (n_rows, n_in), norm_dtype = weight.shape, None if norm is None else norm.weight.dtype
         return cls(len(x), n_rows, n_in, kind, x.dtype, gate, norm_dtype)
 
 
-Run = Callable[[Tensor, Any, Tensor | None, str, Norm | None], tuple[Tensor, Tensor]]
+Run = Callable[[Any, Any, Tensor | None, str, Norm | None], tuple[Result, Result]]
 """(x [M, K], weight, bias, gate, norm) -> (`reference.linear` after `norm`, x + residual).
 
-Overwrites the residual unless M is 1. The results may be `Unfinished`.
+Overwrites the residual unless M is 1. The results may be `Deferred`.
 """
 
 

@@ -18,10 +18,11 @@ import triton.language as tl
 from torch import Tensor, empty
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
+from minisgl.ops.deferred import Deferred, Result, finished
 from minisgl.ops.quantized import E4M3, Quantized
 from minisgl.rounding import ceil_div
 from minisgl.triton.cublas import cublas_linear
-from minisgl.triton.epilogue import Products, Unfinished, finished, gate_and_mul, gated, load_finished
+from minisgl.triton.epilogue import Products, gate_and_mul, gated, load_finished
 from minisgl.triton.gemm import GemmConfig, Split, gemm
 from minisgl.triton.launch import MAX_CHAINED, pdl_options
 from minisgl.triton.linear import NUM_SMS, normalised
@@ -102,7 +103,7 @@ def _split_rows(
 
 
 def split_rows(
-    x: Tensor, norm: Norm | None, parts: int, *, dtype: torch.dtype = E4M3, scale_group: int = 0, sum_group: int = 0,
+    x: Result, norm: Norm | None, parts: int, *, dtype: torch.dtype = E4M3, scale_group: int = 0, sum_group: int = 0,
     order: Tensor | None = None,
 ) -> Split:  # fmt: skip
     """Quantize x [M, K] after `norm`.
@@ -112,13 +113,13 @@ def split_rows(
     """
     rows, n = x.shape
     if norm is None and parts == 1 and dtype == E4M3 and not scale_group and not sum_group and order is None:
-        products = x.work if isinstance(x, Unfinished) else None
+        products = x.work if isinstance(x, Deferred) else None
         if n <= MAX_GATED and isinstance(products, Products) and products.gate:
             return split_whole_rows(products)
         if WIDE < n <= MAX_GATED:
             return split_whole_rows(Products(finished(x), rows, "", x.dtype, None, None))
-    residual = None if norm is None else norm.residual
-    products = x.work if isinstance(x, Unfinished) and residual is not None else None
+    residual = None if norm is None else finished(norm.residual)
+    products = x.work if isinstance(x, Deferred) and residual is not None else None
     if not isinstance(products, Products) or products.gate:
         x, scales, bias = finished(x), None, None
     else:
@@ -289,22 +290,22 @@ def refuses_rows(product: Product) -> str | None:
 
 
 def by_tensor_cores(
-    x: Tensor, weight: Quantized, bias: Tensor | None, gate: str, norm: Norm | None
-) -> tuple[Tensor, Tensor]:
+    x: Result, weight: Quantized, bias: Tensor | None, gate: str, norm: Norm | None
+) -> tuple[Result, Result]:
     """Quantize the rows, and multiply by Triton's kernel."""
     split, parts = quantized_rows(x, weight, norm)
     return multiply_rows(split, parts, x, weight, bias, gate), total(x, norm)
 
 
 def by_cublas_in_fp8(
-    x: Tensor, weight: Quantized, bias: Tensor | None, gate: str, norm: Norm | None
-) -> tuple[Tensor, Tensor]:
-    """Quantize the rows to FP8, and multiply by cuBLAS. The result may be `Unfinished`."""
+    x: Result, weight: Quantized, bias: Tensor | None, gate: str, norm: Norm | None
+) -> tuple[Result, Result]:
+    """Quantize the rows to FP8, and multiply by cuBLAS. The result may be `Deferred`."""
     rows, kind = len(x), weight.format
     split = split_rows(x, norm, 1, scale_group=kind.group)
     if not kind.group and (gate or rows <= MAX_ONE_SCALE):
         out = cublas_linear.scaled(split.parts, weight.data, None, torch.bfloat16)
-        result = Unfinished(Products(out, rows, gate, x.dtype, (split.scale, weight.scale), bias))
+        result = Deferred(Products(out, rows, gate, x.dtype, (split.scale, weight.scale), bias))
         # Attention and sampling read what follows a norm without a gate; they would only have it finished.
         return (result if gate or norm is None else result.finished()), total(x, norm)
     out = cublas_linear.scaled(split.parts, weight.data, (split.scale, weight.scale), x.dtype)[:rows]
@@ -314,14 +315,14 @@ def by_cublas_in_fp8(
 
 def by_cublas_widened(
     x: Tensor, weight: Quantized, bias: Tensor | None, gate: str, norm: Norm | None
-) -> tuple[Tensor, Tensor]:
+) -> tuple[Result, Result]:
     """Dequantize 4-bit weights, and multiply by cuBLAS."""
     normed, total = normalised(x, norm)
     out = cublas_linear(normed, widen(weight, x.dtype), bias)
     return (gate_and_mul(out, gate) if gate else out), total
 
 
-def quantized_rows(x: Tensor, weight: Quantized, norm: Norm | None) -> tuple[Split, int]:
+def quantized_rows(x: Result, weight: Quantized, norm: Norm | None) -> tuple[Split, int]:
     """Return the rows for our kernels, and their number of parts."""
     kind = weight.format
     parts = 2 if len(x) <= MAX_EXACT_ROWS[kind.bits] else 1
@@ -329,11 +330,11 @@ def quantized_rows(x: Tensor, weight: Quantized, norm: Norm | None) -> tuple[Spl
     return split_rows(x, norm, parts, dtype=dtype, sum_group=sum_group, order=weight.order), parts
 
 
-def multiply_rows(split: Split, parts: int, x: Tensor, weight: Quantized, bias: Tensor | None, gate: str) -> Tensor:
+def multiply_rows(split: Split, parts: int, x: Result, weight: Quantized, bias: Tensor | None, gate: str) -> Tensor:
     n_rows, n_in = weight.shape
     config = split_config(len(x), parts, weight.format.bits, n_rows, n_in, gate)
     return gemm(split, len(x), parts, weight, bias, x.dtype, gate, config)
 
 
-def total(x: Tensor, norm: Norm | None) -> Tensor:
+def total(x: Result, norm: Norm | None) -> Result:
     return x if norm is None or norm.residual is None else norm.residual

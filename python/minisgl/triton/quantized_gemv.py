@@ -15,6 +15,7 @@ import triton.language as tl
 from torch import Tensor, empty, empty_like
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
+from minisgl.ops.deferred import finished
 from minisgl.ops.quantized import Quantized
 from minisgl.triton.epilogue import gated
 from minisgl.triton.launch import INTERPRETED, pdl_options
@@ -290,7 +291,8 @@ def quantized_gemv(
     kind = weight.format
     n_out, n_in = weight.shape[0] // (2 if gate else 1), weight.shape[1]
     out = empty((1, n_out), dtype=x.dtype, device=x.device)
-    residual, norm_weight, eps = norm or (None, None, 0.0)
+    deferred, norm_weight, eps = norm or (None, None, 0.0)
+    residual = finished(deferred)
     total = x if residual is None else empty_like(x)
     data = weight.data.view(torch.int64) if kind.bits == 4 else weight.data
     block_n, block_k, programs, num_stages, num_warps = config or stream_config(kind.bits, n_in, gate)

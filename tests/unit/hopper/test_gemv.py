@@ -30,8 +30,8 @@ from minisgl.hopper.gemv import (
     supports_experts,
 )
 from minisgl.ops import reference
+from minisgl.ops.deferred import Deferred, finished
 from minisgl.ops.quantized import Format, Quantized
-from minisgl.triton.epilogue import Unfinished
 from minisgl.triton.launch import compile_ahead
 from minisgl.triton.product import Norm
 from support.cuda_on_cpu import compile_on_cpu, compiler
@@ -118,7 +118,7 @@ def test_chain(kind: Format) -> None:
             Link(o, bias),
             Link(gate_up, None, "silu", Norm(residual, norm_weight, 1e-6), first),
             Link(down),
-            Link(qkv, None, "", Norm(Unfinished(first), norm_weight, 1e-6), second),
+            Link(qkv, None, "", Norm(Deferred(first), norm_weight, 1e-6), second),
         ]
         got, number = run(Chain(x, tuple(links)), results), int(results[0])
         pairs = [(total.stored.clone(), total) for total in (first, second)]
@@ -188,7 +188,7 @@ def test_without_a_compiled_kernel(monkeypatch: pytest.MonkeyPatch, caplog: pyte
     monkeypatch.setattr(nvrtc, "find_or_compile", fail)
 
     def by_triton(x: Tensor, weight: Quantized, bias: object, gate: str, norm: Norm | None) -> tuple[Tensor, Tensor]:
-        return x[:, :1] + torch.zeros(1, len(weight), dtype=x.dtype), x if norm is None else x + norm.residual
+        return x[:, :1] + torch.zeros(1, len(weight), dtype=x.dtype), x if norm is None else x + finished(norm.residual)
 
     monkeypatch.setattr(nvrtc, "libraries", lambda: (None, None))
     monkeypatch.setattr(cuda_gemv, "quantized_gemv", by_triton)
@@ -199,12 +199,12 @@ def test_without_a_compiled_kernel(monkeypatch: pytest.MonkeyPatch, caplog: pyte
     first = cuda_gemv.cuda_gemv(x, weights[0], None)
     with caplog.at_level(logging.WARNING), compile_ahead():
         assert first is not None and first[0].shape == (1, 512)
-        assert torch.isfinite(first[0] + 0).shape == (1, 512), "noted, not launched"
+        assert finished(first[0]).shape == (1, 512), "noted, not launched"
     for last in weights[1:]:
         first = cuda_gemv.cuda_gemv(x, weights[0], None)
         assert first is not None
         both = cuda_gemv.cuda_gemv(first[0], last, None, "", Norm(residual, ones, 1e-6))
-        assert both is not None and (both[1] == 3).all() and (both[0] == 2).all()
+        assert both is not None and (finished(both[1]) == 3).all() and (finished(both[0]) == 2).all()
     assert [record.message for record in caplog.records] == [
         "Triton's kernel is used, because gemv.cu cannot be compiled or loaded: no compiler"
     ]

@@ -18,7 +18,9 @@ from minisgl.engine.graphs.drafts import DraftGraphs
 from minisgl.engine.graphs.inputs import MAX_PAGE_WRITES, MAX_ROW_STATES, StepInputs
 from minisgl.engine.graphs.sizes import LAUNCH_FLOPS, TAIL_SIZES, Size, decode_sizes, draft_sizes, prompt_sizes
 from minisgl.engine.runner import ForwardOutput
+from minisgl.layers.linear import Stream
 from minisgl.layout import NO_SLOTS, Flag
+from minisgl.ops.deferred import finished
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Mapping
@@ -27,7 +29,6 @@ if TYPE_CHECKING:
     from minisgl.device.device import Pending
     from minisgl.engine.graphs.capture import Capture
     from minisgl.engine.runner import Parts
-    from minisgl.layers.linear import Stream
 
 MAX_CONTEXT: Final = 8192  # of prompts: the tiles of attention are chosen for short contexts
 
@@ -86,7 +87,7 @@ class CapturedRunner:
         most = max((size.samples for size in sizes if not size.is_plain), default=0)
         self._counts = tuple(sorted({min(count, most) for count in (*TAIL_SIZES, most) if most}))
         self._io = StepInputs(parts, sizes, max(most, max_rows), max_rows)
-        self._hidden: Stream | None = None
+        self._hidden: list[Tensor] = []
         self._model = None
         if parts.drafting is not None and (model := parts.drafting.model) is not None:
             self._model, self._drafts = model, DraftGraphs(parts, parts.drafting, model, capture, max_rows)
@@ -177,11 +178,10 @@ class CapturedRunner:
                 if layer not in self._states:
                     self._states[layer] = state.new_empty(self._most_tokens, state.shape[1])
                 self._states[layer][: size.tokens].copy_(state)
-            if self._hidden is None:
-                self._hidden = hidden.each(lambda x: x.new_empty(self._counts[-1], x.shape[1]))
-            for own, shared in zip(hidden, self._hidden, strict=True):
-                if own is not None and shared is not None:
-                    shared[: size.samples].copy_(own)
+            left = [finished(x) for x in hidden if x is not None]
+            self._hidden = self._hidden or [x.new_empty(self._counts[-1], x.shape[1]) for x in left]
+            for own, shared in zip(left, self._hidden, strict=True):
+                shared[: size.samples].copy_(own)
             return None
 
         graph, logits = capture(forward)
@@ -194,8 +194,7 @@ class CapturedRunner:
     def _sample(self, logits: Tensor | None, count: int, tail: int, has_drafts: bool) -> Tensor:
         """Sample `count` tokens, without logits from the shared hidden states."""
         if logits is None:
-            assert self._hidden is not None, "no step has left hidden states"
-            logits = self.parts.model.logits(self._hidden.each(lambda x: x[:count]))
+            logits = self.parts.model.logits(Stream(*(x[:count] for x in self._hidden)))
         sampling = self._io.sampling(count, tail, has_drafts)
         out = self.parts.sample(logits, sampling)
         if has_drafts:
