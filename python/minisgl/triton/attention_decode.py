@@ -313,6 +313,121 @@ def _merge(
     tl.store(out_ptrs, result.to(out_ptr.dtype.element_ty), mask=offs_g[:, None] < num_rows)
 
 
+@triton.jit
+def _dims(x, IS_FP8: tl.constexpr):
+    """Return a tile [N, D] as it is multiplied: whole, or with IS_FP8 its even and odd dimensions."""
+    if IS_FP8:
+        even, odd = tl.split(tl.reshape(x, [x.shape[0], x.shape[1] // 2, 2]))
+        return tl.tuple([even, odd])
+    else:
+        return tl.tuple([x])
+
+
+@triton.jit
+def _begin_with_new_key(
+    qkv_ptr, q_weight_ptr, k_weight_ptr, cos_sin_ptr, pages_ptr, kv_scale_ptr, head, slot, is_last, scale, eps,
+    NUM_KV_HEADS: tl.constexpr, GROUP_SIZE: tl.constexpr, BLOCK_M: tl.constexpr, HEAD_DIM: tl.constexpr,
+    PAGE_SIZE: tl.constexpr, HAS_NORM: tl.constexpr, IS_FP8: tl.constexpr,
+):  # fmt: skip
+    """Apply norm and RoPE to a token's heads, and store its key and value in `slot` if the part `is_last`.
+
+    Returns the query, and the softmax's maximum, sum and output with the new key if `is_last`, else without keys.
+    `cos_sin_ptr` is of the token's position.
+    """
+    offs_g, half = tl.arange(0, BLOCK_M), tl.arange(0, HEAD_DIM // 2)
+    is_head = offs_g < GROUP_SIZE
+    # Every row loads the new key and value, so that no row waits for another, and all loads come first.
+    new_ptr = qkv_ptr + (NUM_KV_HEADS * GROUP_SIZE + head) * HEAD_DIM
+    q_low, q_high = _load_halves(qkv_ptr, (head * GROUP_SIZE + offs_g) * HEAD_DIM, is_head, HEAD_DIM)
+    k_low, k_high = _load_halves(new_ptr, offs_g * 0, is_head, HEAD_DIM)
+    v_low, v_high = _load_halves(new_ptr + NUM_KV_HEADS * HEAD_DIM, offs_g * 0, is_head, HEAD_DIM)
+    cos, sin = tl.load(cos_sin_ptr + half), tl.load(cos_sin_ptr + HEAD_DIM // 2 + half)
+    q_low, q_high = _norm_rope(q_low, q_high, q_weight_ptr, cos, sin, eps, HEAD_DIM, HAS_NORM)
+    k_low, k_high = _norm_rope(k_low, k_high, k_weight_ptr, cos, sin, eps, HEAD_DIM, HAS_NORM)
+    index = (slot // PAGE_SIZE * 2 * NUM_KV_HEADS + head) * PAGE_SIZE + slot % PAGE_SIZE
+    k_ptrs = pages_ptr + index * HEAD_DIM + half[None, :] + offs_g[:, None] * 0
+    stride_kv = NUM_KV_HEADS * PAGE_SIZE * HEAD_DIM
+    is_stored = is_last & (offs_g == 0)
+    if IS_FP8:
+        k8_low, k8_high, new_k_scale, k_low, k_high = _round(k_low, k_high)
+        v8_low, v8_high, new_v_scale, v_low, v_high = _round(v_low.to(tl.float32), v_high.to(tl.float32))
+        scale_ptrs = kv_scale_ptr + index + offs_g * 0
+        tl.store(scale_ptrs, new_k_scale, mask=is_stored)
+        tl.store(scale_ptrs + NUM_KV_HEADS * PAGE_SIZE, new_v_scale, mask=is_stored)
+    else:
+        k8_low, k8_high, v8_low, v8_high = k_low, k_high, v_low, v_high
+    dtype = pages_ptr.dtype.element_ty
+    tl.store(k_ptrs, k8_low.to(dtype), mask=is_stored[:, None])
+    tl.store(k_ptrs + HEAD_DIM // 2, k8_high.to(dtype), mask=is_stored[:, None])
+    tl.store(k_ptrs + stride_kv, v8_low.to(dtype), mask=is_stored[:, None])
+    tl.store(k_ptrs + stride_kv + HEAD_DIM // 2, v8_high.to(dtype), mask=is_stored[:, None])
+    m = tl.where(is_last, tl.sum(q_low * k_low + q_high * k_high, 1) * scale, NEGATIVE)
+    total = tl.where(is_last, tl.full([BLOCK_M], 1.0, tl.float32), 0.0)
+    acc = tl.where(is_last, _whole(v_low.to(tl.float32), v_high.to(tl.float32)), 0.0)
+    return _whole(q_low, q_high).to(qkv_ptr.dtype.element_ty), m, total, acc
+
+
+@triton.jit
+def _load_tile(
+    pages_ptr, kv_scale_ptr, table_ptr, start, head, is_key,
+    NUM_KV_HEADS: tl.constexpr, HEAD_DIM: tl.constexpr, PAGE_SIZE: tl.constexpr, TILE_KEYS: tl.constexpr,
+    IS_FP8: tl.constexpr,
+):  # fmt: skip
+    """Load the keys and values of a tile, in the pairs of bytes of 8-bit pages, and their scales.
+
+    Loads are masked, too: masking the scores does not remove a NaN beyond the last key.
+    """
+    stride_kv = NUM_KV_HEADS * PAGE_SIZE * HEAD_DIM
+    offs_n = start + tl.arange(0, TILE_KEYS)
+    if PAGE_SIZE >= TILE_KEYS:
+        page = tl.load(table_ptr + start // PAGE_SIZE).to(tl.int64)
+        offset = (page * 2 * NUM_KV_HEADS + head) * PAGE_SIZE + start % PAGE_SIZE + tl.arange(0, TILE_KEYS)
+    else:
+        page = tl.load(table_ptr + offs_n // PAGE_SIZE, mask=is_key, other=0).to(tl.int64)
+        offset = (page * 2 * NUM_KV_HEADS + head) * PAGE_SIZE + offs_n % PAGE_SIZE
+    if IS_FP8:
+        k_ptrs = pages_ptr.to(tl.pointer_type(tl.uint16)) + offset[:, None] * (HEAD_DIM // 2)
+        k_ptrs += tl.arange(0, HEAD_DIM // 2)[None, :]
+        k = tl.load(k_ptrs, mask=is_key[:, None], other=0)
+        v = tl.load(k_ptrs + stride_kv // 2, mask=is_key[:, None], other=0)
+        k_scale = tl.load(kv_scale_ptr + offset, mask=is_key, other=0.0)
+        v_scale = tl.load(kv_scale_ptr + offset + NUM_KV_HEADS * PAGE_SIZE, mask=is_key, other=0.0)
+        return k, v, k_scale, v_scale
+    else:
+        k_ptrs = pages_ptr + offset[:, None] * HEAD_DIM + tl.arange(0, HEAD_DIM)[None, :]
+        k = tl.load(k_ptrs, mask=is_key[:, None], other=0.0)
+        v = tl.load(k_ptrs + stride_kv, mask=is_key[:, None], other=0.0)
+        return k, v, is_key, is_key
+
+
+@triton.jit
+def _scores(query, k, k_scale, scale, IS_FP8: tl.constexpr):
+    """Return the scores [BLOCK_M, TILE_KEYS] of a tile's keys."""
+    if IS_FP8:
+        k_even, k_odd = _widen(k)
+        x = tl.dot(query[1], tl.trans(k_odd), tl.dot(query[0], tl.trans(k_even)))
+        return x * (k_scale * scale)[None, :]
+    else:
+        return tl.dot(query[0], tl.trans(k), input_precision="ieee") * scale
+
+
+@triton.jit
+def _add_tile(m, total, acc, x, v, v_scale, IS_FP8: tl.constexpr):
+    """Add a tile with the scores x to the softmax: return its new maximum, sum and output."""
+    new_m = tl.maximum(m, tl.max(x, 1))
+    p = tl.exp2(x - new_m[:, None])
+    correction = tl.exp2(m - new_m)
+    total = total * correction + tl.sum(p, 1)
+    if IS_FP8:
+        p = (p * (v_scale * 256.0)[None, :]).to(tl.float16)  # else many small terms would underflow
+        v_even, v_odd = _widen(v)
+        even = tl.dot(p, v_even, acc[0] * correction[:, None])
+        acc = tl.tuple([even, tl.dot(p, v_odd, acc[1] * correction[:, None])])
+    else:
+        acc = tl.tuple([tl.dot(p.to(v.dtype), v, acc[0] * correction[:, None], input_precision="ieee")])
+    return new_m, total, acc
+
+
 @triton.jit(
     do_not_specialize=["stride_table"],
     do_not_specialize_on_alignment=["page_table_ptr", "out_loc_ptr", "cu_query_lens_ptr"],
@@ -359,7 +474,6 @@ def decode_attention(
     offs_d = tl.arange(0, HEAD_DIM)
     split = tl.program_id(0) // NUM_KV_HEADS
     head = tl.program_id(0) % NUM_KV_HEADS
-    stride_kv = NUM_KV_HEADS * PAGE_SIZE * HEAD_DIM
     parts_ptr = work_ptr + BEGINS
     num_splits = tl.load(work_ptr)
     num_seqs = tl.load(work_ptr + 1)
@@ -395,14 +509,14 @@ def decode_attention(
         out_seq_ptr = out_ptr + (token.to(tl.int64) * NUM_KV_HEADS + head) * GROUP_SIZE * HEAD_DIM
         m = tl.full([BLOCK_M], NEGATIVE, tl.float32)
         total = tl.zeros([BLOCK_M], tl.float32)
-        acc = tl.zeros([BLOCK_M, HEAD_DIM], tl.float32)
         end_key = stop
         if FUSED:
             query = tl.zeros([BLOCK_M, HEAD_DIM], q_ptr.dtype.element_ty)
             is_last, stop = stop == length, tl.minimum(stop, length - 1)
             end_key = tl.maximum(stop, start_key + 1)  # at least one part, perhaps without keys
             slot = tl.load(out_loc_ptr + seq)
-            _prefetch(cos_sin_ptr + (length - 1) * HEAD_DIM, HEAD_DIM, 32)
+            new_cos_sin_ptr = cos_sin_ptr + (length - 1) * HEAD_DIM
+            _prefetch(new_cos_sin_ptr, HEAD_DIM, 32)
             if HAS_NORM:
                 _prefetch(q_weight_ptr, HEAD_DIM, 64)
                 _prefetch(k_weight_ptr, HEAD_DIM, 64)
@@ -410,9 +524,8 @@ def decode_attention(
             q_ptrs = q_seq_ptr + (offs_g // GROUP_SIZE)[:, None].to(tl.int64) * stride_q + offs_d[None, :]
             q_ptrs += (head * GROUP_SIZE + offs_g % GROUP_SIZE)[:, None] * HEAD_DIM
             query = tl.load(q_ptrs, mask=offs_g[:, None] < num_rows, other=0.0)
-        if IS_FP8:
-            query_even, query_odd = tl.split(tl.reshape(query.to(tl.float16), [BLOCK_M, HEAD_DIM // 2, 2]))
-            acc, acc_odd = tl.split(tl.reshape(acc, [BLOCK_M, HEAD_DIM // 2, 2]))
+        queries = _dims(query.to(tl.float16) if IS_FP8 else query, IS_FP8)
+        acc = _dims(tl.zeros([BLOCK_M, HEAD_DIM], tl.float32), IS_FP8)
         for start in tl.range(start_key, end_key, TILE_KEYS, num_stages=NUM_STAGES):
             if LOADS_AHEAD and start == start_key:  # the first keys are being loaded
                 next_query = _load_query(
@@ -421,99 +534,39 @@ def decode_attention(
             if FUSED and start == start_key:
                 if PDL:
                     gdc_wait()
-                # Every row loads the new key and value, so that no row waits for another, and all loads come first.
-                new_ptr = q_seq_ptr + (NUM_KV_HEADS * GROUP_SIZE + head) * HEAD_DIM
-                q_low, q_high = _load_halves(
-                    q_seq_ptr, (head * GROUP_SIZE + offs_g) * HEAD_DIM, offs_g < GROUP_SIZE, HEAD_DIM
-                )
-                k_low, k_high = _load_halves(new_ptr, offs_g * 0, offs_g < GROUP_SIZE, HEAD_DIM)
-                v_low, v_high = _load_halves(
-                    new_ptr + NUM_KV_HEADS * HEAD_DIM, offs_g * 0, offs_g < GROUP_SIZE, HEAD_DIM
-                )
-                half = tl.arange(0, HEAD_DIM // 2)
-                cos = tl.load(cos_sin_ptr + (length - 1) * HEAD_DIM + half)
-                sin = tl.load(cos_sin_ptr + (length - 1) * HEAD_DIM + HEAD_DIM // 2 + half)
-                q_low, q_high = _norm_rope(q_low, q_high, q_weight_ptr, cos, sin, eps, HEAD_DIM, HAS_NORM)
-                k_low, k_high = _norm_rope(k_low, k_high, k_weight_ptr, cos, sin, eps, HEAD_DIM, HAS_NORM)
-                index = (slot // PAGE_SIZE * 2 * NUM_KV_HEADS + head) * PAGE_SIZE + slot % PAGE_SIZE
-                k_ptrs = pages_ptr + index * HEAD_DIM + half[None, :] + offs_g[:, None] * 0
-                is_stored = is_last & (offs_g == 0)
-                if IS_FP8:
-                    k8_low, k8_high, new_k_scale, k_low, k_high = _round(k_low, k_high)
-                    v8_low, v8_high, new_v_scale, v_low, v_high = _round(v_low.to(tl.float32), v_high.to(tl.float32))
-                    scale_ptrs = kv_scale_ptr + index + offs_g * 0
-                    tl.store(scale_ptrs, new_k_scale, mask=is_stored)
-                    tl.store(scale_ptrs + NUM_KV_HEADS * PAGE_SIZE, new_v_scale, mask=is_stored)
-                else:
-                    k8_low, k8_high, v8_low, v8_high = k_low, k_high, v_low, v_high
-                dtype = pages_ptr.dtype.element_ty
-                tl.store(k_ptrs, k8_low.to(dtype), mask=is_stored[:, None])
-                tl.store(k_ptrs + HEAD_DIM // 2, k8_high.to(dtype), mask=is_stored[:, None])
-                tl.store(k_ptrs + stride_kv, v8_low.to(dtype), mask=is_stored[:, None])
-                tl.store(k_ptrs + stride_kv + HEAD_DIM // 2, v8_high.to(dtype), mask=is_stored[:, None])
-                # One program per sequence and head starts its softmax with the new key; the others start without keys.
-                m = tl.where(is_last, tl.sum(q_low * k_low + q_high * k_high, 1) * scale, NEGATIVE)
-                total = tl.where(is_last, tl.full([BLOCK_M], 1.0, tl.float32), 0.0)
-                query = _whole(q_low, q_high).to(q_ptr.dtype.element_ty)
-                acc = tl.where(is_last, _whole(v_low.to(tl.float32), v_high.to(tl.float32)), 0.0)
-                if IS_FP8:
-                    query_even, query_odd = tl.split(tl.reshape(query.to(tl.float16), [BLOCK_M, HEAD_DIM // 2, 2]))
-                    acc, acc_odd = tl.split(tl.reshape(acc * 256.0, [BLOCK_M, HEAD_DIM // 2, 2]))
+                query, m, total, first = _begin_with_new_key(
+                    q_seq_ptr, q_weight_ptr, k_weight_ptr, new_cos_sin_ptr, pages_ptr, kv_scale_ptr, head, slot,
+                    is_last, scale, eps, NUM_KV_HEADS, GROUP_SIZE, BLOCK_M, HEAD_DIM, PAGE_SIZE, HAS_NORM, IS_FP8,
+                )  # fmt: skip
+                queries = _dims(query.to(tl.float16) if IS_FP8 else query, IS_FP8)
+                acc = _dims(first * 256.0 if IS_FP8 else first, IS_FP8)
             offs_n = start + tl.arange(0, TILE_KEYS)
             is_key = offs_n < stop
             if WINDOW > 0:
                 is_key = is_key & (offs_n > length - num_queries - WINDOW)
-            if PAGE_SIZE >= TILE_KEYS:
-                page = tl.load(table_ptr + start // PAGE_SIZE).to(tl.int64)
-                offset = (page * 2 * NUM_KV_HEADS + head) * PAGE_SIZE + start % PAGE_SIZE + tl.arange(0, TILE_KEYS)
-            else:
-                page = tl.load(table_ptr + offs_n // PAGE_SIZE, mask=is_key, other=0).to(tl.int64)
-                offset = (page * 2 * NUM_KV_HEADS + head) * PAGE_SIZE + offs_n % PAGE_SIZE
-            # Loads are masked, too: masking the scores does not remove a NaN beyond the last key.
-            if IS_FP8:
-                k_ptrs = pages_ptr.to(tl.pointer_type(tl.uint16)) + offset[:, None] * (HEAD_DIM // 2)
-                k_ptrs += tl.arange(0, HEAD_DIM // 2)[None, :]
-                k_even, k_odd = _widen(tl.load(k_ptrs, mask=is_key[:, None], other=0))
-                v_pairs = tl.load(k_ptrs + stride_kv // 2, mask=is_key[:, None], other=0)
-                k_scale = tl.load(kv_scale_ptr + offset, mask=is_key, other=0.0)
-                v_scale = tl.load(kv_scale_ptr + offset + NUM_KV_HEADS * PAGE_SIZE, mask=is_key, other=0.0)
-                x = tl.dot(query_odd, tl.trans(k_odd), tl.dot(query_even, tl.trans(k_even)))
-                x *= (k_scale * scale)[None, :]
-            else:
-                k_ptrs = pages_ptr + offset[:, None] * HEAD_DIM + offs_d[None, :]
-                k = tl.load(k_ptrs, mask=is_key[:, None], other=0.0)
-                v = tl.load(k_ptrs + stride_kv, mask=is_key[:, None], other=0.0)
-                x = tl.dot(query, tl.trans(k), input_precision="ieee") * scale
-            if MAX_QUERIES == 1:
-                is_seen = is_key[None, :]
-            else:
-                is_seen = is_key[None, :] & (offs_n[None, :] <= position[:, None])
+            k, v, k_scale, v_scale = _load_tile(
+                pages_ptr, kv_scale_ptr, table_ptr, start, head, is_key, NUM_KV_HEADS, HEAD_DIM, PAGE_SIZE, TILE_KEYS,
+                IS_FP8,
+            )  # fmt: skip
+            x = _scores(queries, k, k_scale, scale, IS_FP8)
+            is_seen = is_key[None, :]
+            if MAX_QUERIES > 1:
+                is_seen = is_seen & (offs_n[None, :] <= position[:, None])
                 if WINDOW > 0:
                     is_seen = is_seen & (offs_n[None, :] > position[:, None] - WINDOW)
-            x = tl.where(is_seen, x, NEGATIVE)
-            new_m = tl.maximum(m, tl.max(x, 1))
-            p = tl.exp2(x - new_m[:, None])
-            correction = tl.exp2(m - new_m)
-            total = total * correction + tl.sum(p, 1)
-            if IS_FP8:
-                p = (p * (v_scale * 256.0)[None, :]).to(tl.float16)  # else many small terms would underflow
-                v_even, v_odd = _widen(v_pairs)
-                acc = tl.dot(p, v_even, acc * correction[:, None])
-                acc_odd = tl.dot(p, v_odd, acc_odd * correction[:, None])
-            else:
-                acc = tl.dot(p.to(v.dtype), v, acc * correction[:, None], input_precision="ieee")
-            m = new_m
+            m, total, acc = _add_tile(m, total, acc, tl.where(is_seen, x, NEGATIVE), v, v_scale, IS_FP8)
+        result = acc[0]
         if IS_FP8:
-            acc = tl.reshape(tl.join(acc, acc_odd), [BLOCK_M, HEAD_DIM]) * 0.00390625
-        acc = acc / total[:, None]
+            result = tl.reshape(tl.join(acc[0], acc[1]), [BLOCK_M, HEAD_DIM]) * 0.00390625
+        result = result / total[:, None]
         if num_parts == 1:
             offs_head = _head(offs_g, NUM_KV_HEADS, GROUP_SIZE, MAX_QUERIES)
             out_ptrs = out_seq_ptr + offs_head[:, None] * HEAD_DIM + offs_d[None, :]
-            tl.store(out_ptrs, acc.to(out_ptr.dtype.element_ty), mask=offs_g[:, None] < num_rows)
+            tl.store(out_ptrs, result.to(out_ptr.dtype.element_ty), mask=offs_g[:, None] < num_rows)
         else:
             offs_part = ((seq + split) * NUM_KV_HEADS + head) * (MAX_QUERIES * GROUP_SIZE) + offs_g
             part_ptrs = part_ptr + offs_part[:, None].to(tl.int64) * HEAD_DIM + offs_d[None, :]
-            tl.store(part_ptrs, acc, mask=offs_g[:, None] < num_rows)
+            tl.store(part_ptrs, result, mask=offs_g[:, None] < num_rows)
             tl.store(lse_ptr + offs_part, m + tl.log2(total), mask=offs_g < num_rows)
             tl.debug_barrier()  # all threads store their parts before one announces them
             done = tl.atomic_add(counters_ptr + seq * NUM_KV_HEADS + head, 1, sem="acq_rel")
