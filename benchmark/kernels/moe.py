@@ -28,6 +28,7 @@ from ops import CEILING, GPU, randn, relative, time_us
 
 from minisgl.ops import reference
 from minisgl.ops.quantized import E8M0, MXFP4, Format, Quantized
+from minisgl.triton.kernels import mix
 from minisgl.triton.moe import (
     CONFIGS,
     FP8_CONFIGS,
@@ -37,7 +38,6 @@ from minisgl.triton.moe import (
     MoeConfig,
     combine,
     grouped_gemm,
-    moe,
     pair_down,
     pair_gate_up,
 )
@@ -142,7 +142,7 @@ class Inputs(NamedTuple):
 
 def error(shape: Shape, inputs: Inputs, weights: Weights) -> float:
     """Return the relative error of the op against the reference in float32, with the same routing."""
-    got = moe(*inputs, *weights, shape.top_k, True)
+    got = mix(*inputs, *weights, shape.top_k, True)
     exact = (w if isinstance(w, Quantized) else w.float() for w in weights)
     return relative(got, reference.moe(inputs.x.float(), inputs.logits, *exact, shape.top_k, True))
 
@@ -176,7 +176,7 @@ def measure(title: str, shape: Shape, tokens: int, weights: Weights, everything:
     wrong = error(shape, sets[0], weights)
     floor, moved, operations = floor_us(shape, sets, weights.bytes_per_weight)
     limit = 0.06 if isinstance(weights.gate_up, Quantized) else 0.01
-    own = timed([partial(moe, *s, *weights, shape.top_k, True) for s in sets], floor)
+    own = timed([partial(mix, *s, *weights, shape.top_k, True) for s in sets], floor)
     print(
         f"{title:16} x{tokens:<6} {own:8.1f} us, floor {floor:7.1f} ({floor / own:4.0%}), "
         f"{moved / 1e6:7.1f} MB {moved / own / 1e3:5.0f} GB/s, {operations / 1e9:8.1f} GFLOP "

@@ -15,8 +15,8 @@ from minisgl.ops import reference
 from minisgl.ops.deferred import finished
 from minisgl.ops.quantized import E8M0, Format
 from minisgl.triton import kernels
-from minisgl.triton.kernels import KERNELS, choose, explain
-from minisgl.triton.product import Product
+from minisgl.triton.kernels import PRODUCTS, choose, explain
+from minisgl.triton.product import Mixture, Product
 
 BF16 = torch.bfloat16
 FP8, INT8, INT4 = Format(8, 0), Format(8, 0, is_integer=True), Format(4, 128, scale_dtype=BF16)
@@ -34,7 +34,7 @@ def on_hopper(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -
 
 
 def test_every_product_has_a_kernel(on_hopper: bool) -> None:
-    used, table = set(), kernels.table()
+    used, table = set(), kernels.table(Product)
     for kind, (n_rows, n_in), rows, gate in product(KINDS, SHAPES, (1, 2, 16, 33, 64, 129, 257, 4096), ("", "silu")):
         call = Product(rows, n_rows, n_in, kind, BF16, gate)
         kernel = choose(call)
@@ -46,7 +46,7 @@ def test_every_product_has_a_kernel(on_hopper: bool) -> None:
     assert ("gemv.cu" in used) == on_hopper
 
 
-@pytest.mark.parametrize("name", [kernel.name for kernel in KERNELS if not kernel.name.endswith(".cu")])
+@pytest.mark.parametrize("name", [kernel.name for kernel in PRODUCTS])
 def test_the_reference_agrees(name: str) -> None:
     """Each kernel on the smallest product that it gets."""
     torch.manual_seed(0)
@@ -71,11 +71,25 @@ def test_the_reference_agrees(name: str) -> None:
 
 
 def test_the_doctor_explains(on_hopper: bool) -> None:
-    (name, text), (last, reasons) = explain({"down": (4096, 12288, "")}, FP8, BF16)
+    (name, text), (last, reasons) = explain({"down": Product(1, 4096, 12288, FP8, BF16)})
     assert name == "kernels of down" and last == "kernels not used"
     assert text.startswith("from 1 rows gemv.cu; from 2 rows gemm.cu" if on_hopper else "from 1 rows GEMV, quantized")
     assert "GEMV: for one row and weights in 16 bits" in reasons
     assert ("gemv.cu and gemm.cu: for Hopper" in reasons) != on_hopper
+
+
+@pytest.mark.parametrize(
+    ("kind", "top_k", "experts", "hidden", "size"),
+    [(None, 8, 128, 2048, 768), (FP8, 8, 128, 2048, 768), (INT4, 2, 8, 4096, 14336), (Format(8, 128), 2, 8, 64, 2048)],
+    ids=str,
+)
+def test_every_mixture_has_a_kernel(kind: Format | None, top_k: int, experts: int, hidden: int, size: int) -> None:
+    """And the doctor says which. `test_moe.py` and the contract of ops run them."""
+    mixture = Mixture(1, top_k, experts, hidden, size, (kind, kind), BF16)
+    (_, text), (_, reasons) = explain({"experts": mixture})
+    few = "grouped GEMMs" if size == 2048 else "GEMVs of pairs"
+    assert text.startswith(f"from 1 rows {few}") and "grouped GEMMs" in text
+    assert "gemv.cu and gemm.cu: for Hopper" in reasons
 
 
 def test_nothing_needs_the_room_of_hopper() -> None:

@@ -8,7 +8,7 @@ from torch.testing import assert_close
 
 from minisgl.ops import reference
 from minisgl.ops.quantized import E8M0, MXFP4, Format, Quantized
-from minisgl.triton import moe
+from minisgl.triton.kernels import mix
 from minisgl.triton.moe import (
     CONFIGS,
     FLOAT32,
@@ -161,7 +161,7 @@ def test_quantized_experts(kind: Format, tokens: int, limit: float):
     hidden, size = SIZES[kind]
     gate_up, down = experts_of(kind, 8, 2 * size, hidden), experts_of(kind, 8, hidden, size)
     x, logits = torch.randn(tokens, hidden).to(HALF), torch.randn(tokens, 8)
-    got = moe.moe(x, logits, gate_up, down, 2, True).double()
+    got = mix(x, logits, gate_up, down, 2, True).double()
     dense = (torch.stack([w[e].dense(torch.float64) for e in range(8)]) for w in (gate_up, down))
     want = reference.moe(x.double(), logits, *dense, 2, True)
     assert float((got - want).norm() / want.norm()) < limit
@@ -185,7 +185,7 @@ def test_experts_of_which_one_matrix_has_16_bits(kind: Format, tokens: int):
     torch.manual_seed(0)
     gate_up, down = experts_of(kind, 8, 48, 128), (torch.randn(8, 128, 24) / 5).to(HALF)
     x, logits = torch.randn(tokens, 128).to(HALF), torch.randn(tokens, 8)
-    got = moe.moe(x, logits, gate_up, down, 2, True).double()
+    got = mix(x, logits, gate_up, down, 2, True).double()
     dense = torch.stack([gate_up[e].dense(torch.float64) for e in range(8)])
     want = reference.moe(x.double(), logits, dense, down.double(), 2, True)
     assert float((got - want).norm() / want.norm()) < 0.05
@@ -201,7 +201,7 @@ def test_a_row_does_not_depend_on_its_batch(dtype: torch.dtype, monkeypatch: pyt
         for at in (0, tokens - 1):
             x, logits = torch.randn(tokens, 24).to(dtype), torch.randn(tokens, 6)
             x[at], logits[at] = row, row_logits
-            outs.append(moe.moe(x, logits, gate_up, down, 2, True)[at])
+            outs.append(mix(x, logits, gate_up, down, 2, True)[at])
         assert torch.equal(*outs)
 
 

@@ -15,7 +15,7 @@ from minisgl.ops.deferred import Deferred, Result, finished
 from minisgl.ops.quantized import Format, Quantized
 from minisgl.rounding import ceil_div, round_up
 from minisgl.triton.launch import is_noted
-from minisgl.triton.product import Norm, Product
+from minisgl.triton.product import Mixture, Norm, Product
 from minisgl.triton.quantized_gemv import quantized_gemv
 
 WARPS: Final = 8
@@ -274,32 +274,25 @@ def plan_experts(
     return Launch(defines, arguments, grid, shared if is_down else max(shared, MORE_THAN_HALF), is_down)
 
 
-def supports_experts(x: Tensor, top_k: int, gate_up: Quantized, down: Quantized) -> bool:
-    """Whether there are kernels for one token: each expert's columns of down must be those of whole warps."""
-    size, kind = down.shape[2], down.format
-    units = ceil_div(top_k * size * kind.bits // 8, UNIT * WARPS)
-    return (
-        len(x) == 1
-        and WARPS % top_k == 0
-        and units * UNIT * WARPS * 8 == top_k * size * kind.bits
-        and (kind.bits == 8 or units % 2 == 0)
-        and top_k * size <= MAX_INPUTS
-        and _supports_matrix(gate_up.format, gate_up.shape[-1])
-        and _supports_matrix(down.format, down.shape[-1])
-        and x.dtype in FLOATS
-    )
+def refuses_mixture(m: Mixture) -> str | None:
+    """Return why `gemv.cu` does not run a mixture: each expert's columns of down must be those of whole warps."""
+    gate_up, down = m.kinds
+    if gate_up is None or down is None or m.rows != 1:
+        return "for one token and quantized experts"
+    if not (_supports_matrix(gate_up, m.hidden) and _supports_matrix(down, m.size) and m.dtype in FLOATS):
+        return "for scales of rows in 8 bits, or of 128 columns in 4, and tokens in 16 bits"
+    columns, unit = m.top_k * m.size, UNIT * WARPS * 8
+    is_whole = WARPS % m.top_k == 0 and columns * down.bits % (unit if down.bits == 8 else 2 * unit) == 0
+    return None if is_whole and columns <= MAX_INPUTS else "for experts whose columns are those of whole warps"
 
 
 def cuda_experts(x: Tensor, experts: Tensor, choices: Tensor, gate_up: Quantized, down: Quantized) -> Tensor | None:
-    """x [1, H] -> sum over i of choices[i] down[experts[i]] silu(gate x) (up x) [1, H]; None if there is no kernel.
+    """x [1, H] -> sum over i of choices[i] down[experts[i]] silu(gate x) (up x) [1, H]; None if it cannot be compiled.
 
     experts [1, k] int32, choices [1, k] float32, gate_up [E, 2 I, H], down [E, H, I].
     """
-    top_k = experts.numel()
-    if not supports_experts(x, top_k, gate_up, down):
-        return None
     num_sms = torch.cuda.get_device_properties(x.device).multi_processor_count
-    hidden, out = empty((top_k, down.shape[2]), dtype=x.dtype, device=x.device), torch.empty_like(x)
+    hidden, out = empty((experts.numel(), down.shape[2]), dtype=x.dtype, device=x.device), torch.empty_like(x)
     for given, weight, to in ((x, gate_up, hidden), (hidden, down, out)):
         if not plan_experts(given, experts, choices, weight, to, weight is down, num_sms).start(x.device):
             return None

@@ -8,14 +8,14 @@ from torch import Tensor
 
 from minisgl.hopper import gemm, gemv
 from minisgl.hopper.attention import cuda_decode, cuda_prefill, supports
-from minisgl.hopper.gemv import cuda_experts
 from minisgl.hopper.nvrtc import libraries
 from minisgl.ops.deferred import Result
 from minisgl.ops.quantized import Quantized
-from minisgl.triton import quantized
-from minisgl.triton.product import Kernel, Norm
+from minisgl.triton import moe, quantized
+from minisgl.triton.moe_routing import route
+from minisgl.triton.product import Kernel, Mixture, Norm
 
-__all__ = ["KERNELS", "cuda_decode", "cuda_experts", "cuda_prefill", "is_usable", "supports"]
+__all__ = ["MIXTURES", "PRODUCTS", "cuda_decode", "cuda_prefill", "is_usable", "supports"]
 
 
 def is_usable() -> bool:
@@ -32,4 +32,18 @@ def _gemm(x: Result, weight: Quantized, bias: Tensor | None, gate: str, norm: No
     return out, quantized.total(x, norm)
 
 
-KERNELS: Final = (Kernel("gemv.cu", gemv.refuses, gemv.cuda_gemv), Kernel("gemm.cu", gemm.refuses, _gemm))
+def _experts(
+    x: Tensor, router_logits: Tensor, gate_up: Quantized, down: Quantized, top_k: int, normalise: bool
+) -> Tensor:
+    """Run a token's experts by our kernel, or by Triton's if ours cannot be compiled."""
+    experts, weights = route(router_logits, top_k, normalise)
+    out = gemv.cuda_experts(x, experts, weights, gate_up, down)
+    return moe.pair_down(moe.pair_gate_up(x, experts, gate_up), experts, weights, down) if out is None else out
+
+
+def _refuses(mixture: Mixture) -> str | None:
+    return moe.refuses_pairs(mixture) or gemv.refuses_mixture(mixture)
+
+
+PRODUCTS: Final = (Kernel("gemv.cu", gemv.refuses, gemv.cuda_gemv), Kernel("gemm.cu", gemm.refuses, _gemm))
+MIXTURES: Final = (Kernel("gemv.cu of pairs", _refuses, _experts),)

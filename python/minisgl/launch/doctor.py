@@ -148,18 +148,24 @@ def _model(args: ServerArgs) -> Facts:
     reasons = {name: [ATTENTION.refusal(name, needs) for needs in required] for name in ATTENTION.names}
     yield "attention", "; ".join(f"{name}: {next(filter(None, found), 'usable')}" for name, found in reasons.items())
 
-    if device == "cuda" and m.experts is None and m.quantization is None:
+    if device == "cuda" and m.quantization is None:
         from minisgl.ops.quantized import made
         from minisgl.triton.kernels import explain
+        from minisgl.triton.product import Mixture, Product
 
         attention, ranks = (m.num_heads + 2 * m.num_kv_heads) * m.head_dim, spec.info.size
-        matrices = {
-            "qkv": (attention // ranks, m.hidden_size, ""),
-            "o": (m.hidden_size, m.num_heads * m.head_dim // ranks, ""),
-            "gate and up": (2 * m.intermediate_size // ranks, m.hidden_size, m.activation),
-            "down": (m.hidden_size, m.intermediate_size // ranks, ""),
+        kind, dtype = made(device, spec.quantization or "", m.hidden_size), spec.dtype
+        work: dict[str, Product | Mixture] = {
+            "qkv": Product(1, attention // ranks, m.hidden_size, kind, dtype),
+            "o": Product(1, m.hidden_size, m.num_heads * m.head_dim // ranks, kind, dtype),
+            "gate and up": Product(1, 2 * m.intermediate_size // ranks, m.hidden_size, kind, dtype, m.activation),
+            "down": Product(1, m.hidden_size, m.intermediate_size // ranks, kind, dtype),
         }
-        yield from explain(matrices, made(device, spec.quantization or "", m.hidden_size), spec.dtype)
+        if experts := m.experts:
+            del work["gate and up"], work["down"]
+            size, count = experts.intermediate_size // ranks, experts.count
+            work["experts"] = Mixture(1, experts.top_k, count, m.hidden_size, size, (kind, kind), dtype)
+        yield from explain(work)
     needs = Footprint.of(checkpoint, config, device, item)
     free = create_device(config.device, config.threads, 0, config.tp // config.nnodes).free_memory()
     step = estimate_step(m, config, spec.max_step_tokens, item) if device == "cuda" else 0

@@ -20,6 +20,7 @@ import triton.language as tl
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
 from minisgl.triton.launch import INTERPRETED
+from minisgl.triton.norm import rotated
 
 IS_COMPILED = tl.constexpr(not INTERPRETED)  # the interpreter has no PTX
 NEGATIVE = tl.constexpr(-1e30)  # instead of -inf, whose differences are NaN
@@ -180,27 +181,6 @@ def _whole(low, high):
 
 
 @triton.jit
-def _normed(half, inverse, weight):
-    rounded = (half.to(tl.float32) * inverse[:, None]).to(weight.dtype).to(tl.float32)
-    return (rounded * weight.to(tl.float32)[None, :]).to(half.dtype)
-
-
-@triton.jit
-def _norm_rope(low, high, weight_ptr, cos, sin, eps, HEAD_DIM: tl.constexpr, HAS_NORM: tl.constexpr):
-    """Apply RMS norm (or none) and RoPE to halves of heads, in float32 with the reference's rounding."""
-    dtype = low.dtype
-    if HAS_NORM:
-        offs_d = tl.arange(0, HEAD_DIM // 2)
-        low_weight, high_weight = tl.load(weight_ptr + offs_d), tl.load(weight_ptr + HEAD_DIM // 2 + offs_d)
-        a, b = low.to(tl.float32), high.to(tl.float32)
-        inverse = tl.rsqrt(tl.sum(a * a + b * b, 1) / HEAD_DIM + eps)
-        low, high = _normed(low, inverse, low_weight), _normed(high, inverse, high_weight)
-    a, b = low.to(tl.float32), high.to(tl.float32)
-    low = (a * cos[None, :] - b * sin[None, :]).to(dtype).to(tl.float32)
-    return low, (b * cos[None, :] + a * sin[None, :]).to(dtype).to(tl.float32)
-
-
-@triton.jit
 def _prefetch(ptr, SIZE: tl.constexpr, LINE: tl.constexpr):
     """Prefetch SIZE elements to L2, in cache lines of LINE elements."""
     if IS_COMPILED:
@@ -341,9 +321,11 @@ def _begin_with_new_key(
     q_low, q_high = _load_halves(qkv_ptr, (head * GROUP_SIZE + offs_g) * HEAD_DIM, is_head, HEAD_DIM)
     k_low, k_high = _load_halves(new_ptr, offs_g * 0, is_head, HEAD_DIM)
     v_low, v_high = _load_halves(new_ptr + NUM_KV_HEADS * HEAD_DIM, offs_g * 0, is_head, HEAD_DIM)
-    cos, sin = tl.load(cos_sin_ptr + half), tl.load(cos_sin_ptr + HEAD_DIM // 2 + half)
-    q_low, q_high = _norm_rope(q_low, q_high, q_weight_ptr, cos, sin, eps, HEAD_DIM, HAS_NORM)
-    k_low, k_high = _norm_rope(k_low, k_high, k_weight_ptr, cos, sin, eps, HEAD_DIM, HAS_NORM)
+    cos, sin = tl.load(cos_sin_ptr + half)[None, :], tl.load(cos_sin_ptr + HEAD_DIM // 2 + half)[None, :]
+    q_low, q_high = rotated(q_low, q_high, q_weight_ptr, cos, sin, eps, HEAD_DIM, HAS_NORM)
+    k_low, k_high = rotated(k_low, k_high, k_weight_ptr, cos, sin, eps, HEAD_DIM, HAS_NORM)
+    q_low, q_high = q_low.to(tl.float32), q_high.to(tl.float32)
+    k_low, k_high = k_low.to(tl.float32), k_high.to(tl.float32)
     index = (slot // PAGE_SIZE * 2 * NUM_KV_HEADS + head) * PAGE_SIZE + slot % PAGE_SIZE
     k_ptrs = pages_ptr + index * HEAD_DIM + half[None, :] + offs_g[:, None] * 0
     stride_kv = NUM_KV_HEADS * PAGE_SIZE * HEAD_DIM

@@ -112,6 +112,21 @@ def add_4bit_products(
 
 
 @triton.jit
+def add_products(acc, w, x, SWAP_AB: tl.constexpr, BLOCK_K: tl.constexpr):
+    """Return acc plus w x^T with SWAP_AB, else x w^T, for tiles of weights and of x with BLOCK_K columns."""
+    if SWAP_AB:
+        a, b = w, tl.trans(x)
+    else:
+        a, b = x, tl.trans(w)
+    if acc.dtype == tl.int32:
+        return tl.dot(a, b, acc, out_dtype=tl.int32)
+    elif w.dtype == tl.float8e4nv:
+        return tl.dot(a, b, acc, max_num_imprecise_acc=BLOCK_K)
+    else:
+        return tl.dot(a, b, acc, input_precision="ieee")
+
+
+@triton.jit
 def less_zeros(
     acc, scale_ptrs, zeros_ptrs, sums_ptrs, stride_sums, groups, is_x, HAS_ZEROS: tl.constexpr, IS_E2M1: tl.constexpr
 ):
@@ -190,10 +205,8 @@ def _gemm(
             offs_k = start + tl.arange(0, BLOCK_K)
             x = tl.load(x_ptrs + offs_k[None, :], mask=is_x[:, None] & (EVEN_K | (offs_k < n_in)[None, :]), other=0.0)
             w = tl.load(weight_ptrs + offs_k[None, :], mask=EVEN_K | (offs_k < n_in)[None, :], other=0.0)
-            if IS_INT:
-                acc = tl.dot(w, tl.trans(x), acc, out_dtype=tl.int32)
-            elif GROUP == 0:
-                acc = tl.dot(w, tl.trans(x), acc, max_num_imprecise_acc=128)
+            if GROUP == 0:
+                acc = add_products(acc, w, x, True, BLOCK_K)
             else:
                 scale = tl.load(scale_ptr + row // GROUP * (n_in // GROUP) + start // GROUP)
                 acc += tl.dot(w, tl.trans(x)) * scale[:, None]

@@ -1,4 +1,4 @@
-"""The kernels of linear layers in one table: which one runs for which product, and why not another."""
+"""The kernels of linear layers and experts in tables: which one runs for which product, and why not another."""
 
 from __future__ import annotations
 
@@ -7,18 +7,17 @@ from functools import lru_cache
 from itertools import groupby
 from typing import Final
 
-import torch
-from torch import Tensor
+from torch import Tensor, empty_like
 
 from minisgl.ops.deferred import Deferred, Result, finished
-from minisgl.ops.quantized import Format, Quantized
-from minisgl.triton import quantized
+from minisgl.ops.quantized import Quantized
+from minisgl.triton import moe, quantized
 from minisgl.triton.cublas import cublas_linear
 from minisgl.triton.epilogue import gate_and_mul
 from minisgl.triton.gemm import gemm
 from minisgl.triton.launch import hopper
 from minisgl.triton.linear import gemm_config, gemv, normalised
-from minisgl.triton.product import Kernel, Norm, Product
+from minisgl.triton.product import Kernel, Mixture, Norm, Product
 from minisgl.triton.quantized_gemv import quantized_gemv
 
 # With more inputs, loading the residual and the norm's weight in every program costs more than a separate kernel, which
@@ -69,7 +68,7 @@ def _refuses_rows(p: Product) -> str | None:
 
 
 # In order of preference, behind those of `hopper`.
-KERNELS: Final = (
+PRODUCTS: Final = (
     Kernel(
         "GEMV, quantized",
         _unless(lambda p: p.rows == 1 and p.kind, "for one row and quantized weights"),
@@ -84,16 +83,22 @@ KERNELS: Final = (
 )
 
 
-def table() -> tuple[Kernel, ...]:
-    """Return the kernels of this machine, in order of preference."""
-    room = hopper()
-    return KERNELS if room is None else (*room.KERNELS, *KERNELS)
+MIXTURES: Final = (
+    Kernel("GEMVs of pairs", moe.refuses_pairs, moe.by_pairs),
+    Kernel("grouped GEMMs", lambda mixture: None, moe.by_groups),
+)
+
+
+def table(of: type[Product | Mixture]) -> tuple[Kernel, ...]:
+    """Return the kernels of this machine for products or for mixtures, in order of preference."""
+    room, own = hopper(), PRODUCTS if of is Product else MIXTURES
+    return own if room is None else (*(room.PRODUCTS if of is Product else room.MIXTURES), *own)
 
 
 @lru_cache(maxsize=4096)
-def choose(product: Product) -> Kernel:
-    """Return the kernel for a product: the first that does not refuse it."""
-    return next(kernel for kernel in table() if kernel.refuses(product) is None)
+def choose(work: Product | Mixture) -> Kernel:
+    """Return the kernel for a product or a mixture: the first that does not refuse it."""
+    return next(kernel for kernel in table(type(work)) if kernel.refuses(work) is None)
 
 
 def multiply(
@@ -104,20 +109,35 @@ def multiply(
     return choose(Product.of(x, weight, gate, norm)).run(x, weight, bias, gate, norm)
 
 
-def explain(matrices: Mapping[str, tuple[int, int, str]], kind: Format | None, dtype: torch.dtype) -> Facts:
-    """Yield a line for each matrix, given as (weight rows, inputs, gate): the kernels by rows of x, on this machine.
+def mix(
+    x: Tensor, router_logits: Tensor, gate_up: Tensor | Quantized, down: Tensor | Quantized, top_k: int,
+    normalise: bool,
+) -> Tensor:  # fmt: skip
+    """`reference.moe`, with the lowest of equally probable experts chosen.
+
+    The host reads nothing, so a CUDA graph can capture it. A row's bits depend only on the number of rows, which
+    selects the kernels, not on the other rows.
+    """
+    if not len(x):
+        return empty_like(x)
+    kernel = choose(Mixture.of(x, gate_up, down, top_k))
+    out: Tensor = kernel.run(x.contiguous(), router_logits.contiguous(), gate_up, down, top_k, normalise)
+    return out
+
+
+def explain(work: Mapping[str, Product | Mixture]) -> Facts:
+    """Yield a line for each product or mixture, of any number of rows: the kernels by rows of x, on this machine.
 
     The last line has what never runs, and why.
     """
-    products = {
-        name: [Product(rows, n_rows, n_in, kind, dtype, gate) for rows in EXPLAINED_ROWS]
-        for name, (n_rows, n_in, gate) in matrices.items()
-    }
-    for name, each in products.items():
-        runs = groupby(each, lambda product: choose(product).name)
+    every = [[one._replace(rows=rows) for rows in EXPLAINED_ROWS] for one in work.values()]
+    for name, each in zip(work, every, strict=True):
+        runs = groupby(each, lambda one: choose(one).name)
         yield f"kernels of {name}", "; ".join(f"from {next(run).rows} rows {kernel}" for kernel, run in runs)
-    every = [product for each in products.values() for product in each]
-    unused = [kernel for kernel in table() if all(choose(product) is not kernel for product in every)]
     reasons = {} if hopper() is not None else {"gemv.cu and gemm.cu": "for Hopper, with NVRTC"}
-    reasons |= {k.name: " or ".join(dict.fromkeys(filter(None, map(k.refuses, every)))) for k in unused}
+    for of in dict.fromkeys(map(type, work.values())):
+        asked = [one for each in every for one in each if type(one) is of]
+        for kernel in table(of):
+            if all(choose(one) is not kernel for one in asked):
+                reasons[kernel.name] = " or ".join(dict.fromkeys(filter(None, map(kernel.refuses, asked))))
     yield "kernels not used", "; ".join(f"{name}: {found or 'others are faster'}" for name, found in reasons.items())

@@ -12,20 +12,23 @@ from typing import Final, NamedTuple
 import torch
 import triton
 import triton.language as tl
-from torch import Tensor, empty, empty_like
+from torch import Tensor, empty
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
 from minisgl.ops.quantized import E4M3, E8M0, Quantized
+from minisgl.triton.epilogue import gated
 from minisgl.triton.gemm import (
     add_4bit_products,
+    add_products,
     as_float,
     group_scales,
     half_as_fp8,
     join_parts,
     less_zeros,
 )
-from minisgl.triton.launch import INTERPRETED, hopper, pdl_options
+from minisgl.triton.launch import INTERPRETED, pdl_options
 from minisgl.triton.moe_routing import Lists, route, route_and_list
+from minisgl.triton.product import Mixture
 from minisgl.triton.quantized import split_rows
 from minisgl.triton.quantized_gemv import numbers_as_float
 
@@ -38,33 +41,30 @@ MAX_FP8_GEMV_INPUTS: Final = 1024
 GROUP_M: Final = 8  # tiles of rows that read the same weights in succession, while these are in L2
 
 
-def moe(
-    x: Tensor,
-    router_logits: Tensor,
-    gate_up: Tensor | Quantized,
-    down: Tensor | Quantized,
-    top_k: int,
-    normalise: bool,
-) -> Tensor:
-    """`reference.moe`, with the lowest of equally probable experts chosen.
+def refuses_pairs(m: Mixture) -> str | None:
+    """Return why grouped GEMMs are faster than GEMVs."""
+    if m.rows * m.top_k * MIN_EXPERTS_PER_PAIR > m.experts:
+        return f"for {MIN_EXPERTS_PER_PAIR} experts or more per pair"
+    if m.bits == 8 and m.size > MAX_FP8_GEMV_INPUTS:
+        return f"for experts of up to {MAX_FP8_GEMV_INPUTS} features in 8 bits"
+    return None
 
-    The host reads nothing, so a CUDA graph can capture it. A row's bits depend only on the number of rows, which
-    selects the kernels, not on the other rows.
-    """
-    if not len(x):
-        return empty_like(x)
-    x, router_logits = x.contiguous(), router_logits.contiguous()
-    pairs, num_experts = len(x) * top_k, len(gate_up)
-    bits = min(w.format.bits if isinstance(w, Quantized) else 16 for w in (gate_up, down))
-    if pairs * MIN_EXPERTS_PER_PAIR <= num_experts and not (bits == 8 and down.shape[2] > MAX_FP8_GEMV_INPUTS):
-        experts, weights = route(router_logits, top_k, normalise)
-        room = hopper()
-        if room is not None and isinstance(gate_up, Quantized) and isinstance(down, Quantized):
-            out: Tensor | None = room.cuda_experts(x, experts, weights, gate_up, down)
-            if out is not None:
-                return out
-        return pair_down(pair_gate_up(x, experts, gate_up), experts, weights, down)
-    config = moe_config(pairs, num_experts, x.dtype, bits)
+
+def by_pairs(
+    x: Tensor, router_logits: Tensor, gate_up: Tensor | Quantized, down: Tensor | Quantized, top_k: int,
+    normalise: bool,
+) -> Tensor:  # fmt: skip
+    """`reference.moe` by a GEMV for each pair."""
+    experts, weights = route(router_logits, top_k, normalise)
+    return pair_down(pair_gate_up(x, experts, gate_up), experts, weights, down)
+
+
+def by_groups(
+    x: Tensor, router_logits: Tensor, gate_up: Tensor | Quantized, down: Tensor | Quantized, top_k: int,
+    normalise: bool,
+) -> Tensor:  # fmt: skip
+    """`reference.moe` by GEMMs over the pairs of each expert."""
+    config = moe_config(len(x) * top_k, len(gate_up), x.dtype, Mixture.of(x, gate_up, down, top_k).bits)
     weights, lists = route_and_list(router_logits, top_k, normalise, config.block_m)
     hidden = grouped_gemm(x, gate_up, lists, top_k, config, is_gated=True)
     return combine(grouped_gemm(hidden, down, lists, top_k, config, is_gated=False), weights)
@@ -102,7 +102,6 @@ def _grouped_gemm(
     for each row, and weights have BITS and SCALE (see `_numbers`); two parts and 4-bit weights need SWAP_AB. Programs
     beyond the last tile return at once.
     """
-    IS_INT: tl.constexpr = weight_ptr.dtype.element_ty == tl.int8
     IS_E2M1: tl.constexpr = scale_ptr.dtype.element_ty == tl.uint8
     HALF: tl.constexpr = 32 if IS_E2M1 else 64
     if PDL:
@@ -148,13 +147,15 @@ def _grouped_gemm(
         is_up = tl.arange(0, BLOCK_N) % 2 == 1
     row += expert * n_rows
     weight_ptrs = weight_ptr + row[:, None] * (n_in // (2 * HALF) * HALF if BITS == 4 else n_in)  # aligned
-    acc = tl.zeros([BLOCK_N, ROWS] if SWAP_AB else [BLOCK_M, BLOCK_N], tl.int32 if IS_INT else tl.float32)
+    acc = tl.zeros(
+        [BLOCK_N, ROWS] if SWAP_AB else [BLOCK_M, BLOCK_N],
+        tl.int32 if weight_ptr.dtype.element_ty == tl.int8 else tl.float32,
+    )
     if BITS == 4:
         GROUPS: tl.constexpr = BLOCK_K // SCALE
         scale_ptrs, zeros_ptrs = scale_ptr + row * (n_in // SCALE), zeros_ptr + row * (n_in // SCALE)
         scales = group_scales(scale_ptrs, 0, GROUPS)
     for start in tl.range(0, n_in, BLOCK_K, num_stages=NUM_STAGES):
-        offs_k = (start + tl.arange(0, BLOCK_K))[None, :]
         if BITS == 4:
             group = tl.minimum(start + BLOCK_K, n_in - BLOCK_K) // SCALE
             next_scales = group_scales(scale_ptrs, group, GROUPS)
@@ -162,34 +163,18 @@ def _grouped_gemm(
                 acc, weight_ptrs, x_ptrs, is_x, start, scales, BLOCK_K, SCALE, HALF, IS_E2M1, INTERPRETED
             )  # fmt: skip
             scales = next_scales
-        elif EVEN_K:
-            w = tl.load(weight_ptrs + offs_k)
-            x = tl.load(x_ptrs + offs_k, mask=is_x[:, None], other=0.0)
         else:
-            w = tl.load(weight_ptrs + offs_k, mask=offs_k < n_in, other=0.0)
-            x = tl.load(x_ptrs + offs_k, mask=is_x[:, None] & (offs_k < n_in), other=0.0)
-        if BITS == 4:
-            pass
-        elif SCALE > 1:  # the tensor cores accumulate FP8 with 14 bits, so a sum covers only BLOCK_K inputs
-            scale = tl.load(block_ptr + start // SCALE)
-            if IS_GATED:
-                up_scale = tl.load(block_ptr + n_out // SCALE * (n_in // SCALE) + start // SCALE)
-                scale = tl.where(is_up[:, None] if SWAP_AB else is_up[None, :], up_scale, scale)
-            acc += (tl.dot(w, tl.trans(x)) if SWAP_AB else tl.dot(x, tl.trans(w))) * scale
-        elif IS_INT:
-            if SWAP_AB:
-                acc = tl.dot(w, tl.trans(x), acc, out_dtype=tl.int32)
+            offs_k = (start + tl.arange(0, BLOCK_K))[None, :]
+            w = tl.load(weight_ptrs + offs_k, mask=EVEN_K | (offs_k < n_in), other=0.0)
+            x = tl.load(x_ptrs + offs_k, mask=is_x[:, None] & (EVEN_K | (offs_k < n_in)), other=0.0)
+            if SCALE > 1:  # the tensor cores accumulate FP8 with 14 bits, so a sum covers only BLOCK_K inputs
+                scale = tl.load(block_ptr + start // SCALE)
+                if IS_GATED:
+                    up_scale = tl.load(block_ptr + n_out // SCALE * (n_in // SCALE) + start // SCALE)
+                    scale = tl.where(is_up[:, None] if SWAP_AB else is_up[None, :], up_scale, scale)
+                acc += (tl.dot(w, tl.trans(x)) if SWAP_AB else tl.dot(x, tl.trans(w))) * scale
             else:
-                acc = tl.dot(x, tl.trans(w), acc, out_dtype=tl.int32)
-        elif PARTS > 0:
-            if SWAP_AB:
-                acc = tl.dot(w, tl.trans(x), acc, max_num_imprecise_acc=BLOCK_K)
-            else:
-                acc = tl.dot(x, tl.trans(w), acc, max_num_imprecise_acc=BLOCK_K)
-        elif SWAP_AB:
-            acc = tl.dot(w, tl.trans(x), acc, input_precision="ieee")
-        else:
-            acc = tl.dot(x, tl.trans(w), acc, input_precision="ieee")
+                acc = add_products(acc, w, x, SWAP_AB, BLOCK_K)
     if BITS == 4:
         sums_ptrs, groups = sums_ptr + source_x, n_in // SCALE
         acc = less_zeros(
@@ -203,7 +188,7 @@ def _grouped_gemm(
         result *= tl.load(scale_ptr + row)[None, :]
     if IS_GATED:
         gate, up = tl.split(tl.reshape(result, [BLOCK_M, WIDTH, 2]))
-        result = gate / (1 + tl.exp(-gate)) * up
+        result = gated(gate, up, "silu")
     offs_n = (column * WIDTH + tl.arange(0, WIDTH))[None, :]
     out_ptrs = out_ptr + target.to(tl.int64)[:, None] * n_out + offs_n
     tl.store(out_ptrs, result.to(out_ptr.dtype.element_ty), mask=is_pair[:, None] & (offs_n < n_out))
@@ -365,7 +350,7 @@ def _gate_up_gemv(
     if SCALE == 1:
         gate *= tl.load(scale_ptr + row)
         up *= tl.load(scale_ptr + n_out + row)
-    result = gate / (1 + tl.exp(-gate)) * up
+    result = gated(gate, up, "silu")
     tl.store(out_ptr + pair * n_out + offs_n, result.to(out_ptr.dtype.element_ty), mask=offs_n < n_out)
 
 
@@ -479,7 +464,7 @@ def _gemv_of_4_bits(
     result = tl.sum(acc, 1)
     if IS_GATED:
         gate, up = tl.split(tl.permute(tl.reshape(result, [2, OUT]), (1, 0)))
-        result = gate / (1 + tl.exp(-gate)) * up
+        result = gated(gate, up, "silu")
     offs_n = tl.program_id(0) * OUT + tl.arange(0, OUT)
     out_ptrs = out_ptr + pair.to(tl.int64) * n_out + offs_n
     tl.store(out_ptrs, result.to(out_ptr.dtype.element_ty), mask=offs_n < n_out)

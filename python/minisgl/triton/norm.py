@@ -93,8 +93,8 @@ def add_rms_norm(x: Tensor, residual: Tensor, weight: Tensor, eps: float) -> tup
 
 
 @triton.jit
-def _rotated(x1, x2, weight_ptr, cos, sin, eps, HEAD_DIM: tl.constexpr, HAS_NORM: tl.constexpr):
-    """Apply RMS norm (or none) and RoPE to heads given as two halves [heads, D / 2]."""
+def rotated(x1, x2, weight_ptr, cos, sin, eps, HEAD_DIM: tl.constexpr, HAS_NORM: tl.constexpr):
+    """Apply RMS norm (or none) and RoPE to heads given as two halves [heads, D / 2]; cos and sin are [..., D / 2]."""
     offs_d = tl.arange(0, HEAD_DIM // 2)
     f1, f2 = x1.to(tl.float32), x2.to(tl.float32)
     if HAS_NORM:
@@ -142,7 +142,7 @@ def _norm_rope_store(
         x1 = tl.load(q_ptrs, mask=mask, other=0.0)
         x2 = tl.load(q_ptrs + HEAD_DIM // 2, mask=mask, other=0.0)
         cos, sin = tl.load(cos_ptrs), tl.load(cos_ptrs + HEAD_DIM // 2)
-        x1, x2 = _rotated(x1, x2, q_weight_ptr, cos, sin, eps, HEAD_DIM, HAS_NORM)
+        x1, x2 = rotated(x1, x2, q_weight_ptr, cos, sin, eps, HEAD_DIM, HAS_NORM)
         tl.debug_barrier()  # all threads have read their part of q
         if IS_FP8 and q_ptrs.dtype.element_ty.primitive_bitwidth == 16:
             q_ptrs = q_ptrs.to(tl.pointer_type(tl.float16))
@@ -163,7 +163,7 @@ def _norm_rope_store(
         tl.store(pages_ptr + offset + stride_kv + offs_d, v1, mask=kv_mask)
         tl.store(pages_ptr + offset + stride_kv + offs_d + HEAD_DIM // 2, v2, mask=kv_mask)
         cos, sin = tl.load(cos_ptrs), tl.load(cos_ptrs + HEAD_DIM // 2)
-        k1, k2 = _rotated(k1, k2, k_weight_ptr, cos, sin, eps, HEAD_DIM, HAS_NORM)
+        k1, k2 = rotated(k1, k2, k_weight_ptr, cos, sin, eps, HEAD_DIM, HAS_NORM)
         if IS_FP8:
             k1, k2 = _rounded(k1, k2, scale_ptr + offset // HEAD_DIM, kv_mask)
         tl.store(pages_ptr + offset + offs_d, k1, mask=kv_mask)

@@ -10,9 +10,8 @@ from torch import Tensor
 from minisgl.ops.deferred import Result
 from minisgl.ops.quantized import Quantized
 from minisgl.triton.drafts import look_up
-from minisgl.triton.kernels import multiply
+from minisgl.triton.kernels import mix, multiply
 from minisgl.triton.logprobs import token_logprobs
-from minisgl.triton.moe import moe
 from minisgl.triton.norm import add_rms_norm, embedding, norm_rope_store, rms_norm
 from minisgl.triton.penalties import apply_penalties, count_tokens
 from minisgl.triton.product import Norm
@@ -44,7 +43,7 @@ OPS: Final[Mapping[str, Callable[..., Any]]] = {
     "rms_norm": rms_norm,
     "add_rms_norm": add_rms_norm,
     "add_norm_linear": add_norm_linear,
-    "moe": moe,
+    "moe": mix,
     "norm_rope_store": norm_rope_store,
     "look_up": look_up,
     "apply_penalties": apply_penalties,

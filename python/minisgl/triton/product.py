@@ -12,6 +12,10 @@ from minisgl.ops.deferred import Result
 from minisgl.ops.quantized import Format, Quantized
 
 
+def _kind(weight: Tensor | Quantized) -> Format | None:
+    return weight.format if isinstance(weight, Quantized) else None
+
+
 class Norm(NamedTuple):
     """What precedes a GEMM: `residual` += x, if there is a residual, and an RMS norm."""
 
@@ -37,9 +41,34 @@ class Product(NamedTuple):
     @classmethod
     def of(cls, x: Result, weight: Tensor | Quantized, gate: str, norm: Norm | None) -> Product:
         """Describe a call of a linear layer."""
-        kind = weight.format if isinstance(weight, Quantized) else None
         (n_rows, n_in), norm_dtype = weight.shape, None if norm is None else norm.weight.dtype
-        return cls(len(x), n_rows, n_in, kind, x.dtype, gate, norm_dtype)
+        return cls(len(x), n_rows, n_in, _kind(weight), x.dtype, gate, norm_dtype)
+
+
+class Mixture(NamedTuple):
+    """Experts of `hidden` inputs and outputs and `size` features between, `top_k` for each of `rows` tokens.
+
+    `kinds` are the formats of gate and up and of down, None for `dtype`, that of x.
+    """
+
+    rows: int
+    top_k: int
+    experts: int
+    hidden: int
+    size: int
+    kinds: tuple[Format | None, Format | None]
+    dtype: torch.dtype
+
+    @classmethod
+    def of(cls, x: Tensor, gate_up: Tensor | Quantized, down: Tensor | Quantized, top_k: int) -> Mixture:
+        """Describe a call of `reference.moe`."""
+        (experts, hidden, size), kinds = down.shape, (_kind(gate_up), _kind(down))
+        return cls(len(x), top_k, experts, hidden, size, kinds, x.dtype)
+
+    @property
+    def bits(self) -> int:
+        """The fewest bits per weight."""
+        return min(16 if kind is None else kind.bits for kind in self.kinds)
 
 
 Run = Callable[[Any, Any, Tensor | None, str, Norm | None], tuple[Result, Result]]
@@ -50,8 +79,8 @@ Overwrites the residual unless M is 1. The results may be `Deferred`.
 
 
 class Kernel(NamedTuple):
-    """A way to multiply, and why it refuses a product."""
+    """A way to multiply, and why it refuses a product or a mixture."""
 
     name: str
-    refuses: Callable[[Product], str | None]
-    run: Run
+    refuses: Callable[[Any], str | None]
+    run: Callable[..., Any]  # `Run`, or as `reference.moe`

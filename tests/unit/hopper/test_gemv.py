@@ -27,13 +27,13 @@ from minisgl.hopper.gemv import (
     Total,
     plan_experts,
     plan_launch,
-    supports_experts,
+    refuses_mixture,
 )
 from minisgl.ops import reference
 from minisgl.ops.deferred import Deferred, finished
 from minisgl.ops.quantized import Format, Quantized
 from minisgl.triton.launch import compile_ahead
-from minisgl.triton.product import Norm
+from minisgl.triton.product import Mixture, Norm
 from support.cuda_on_cpu import compile_on_cpu, compiler
 
 FP8, INT8 = Format(8, 0), Format(8, 0, is_integer=True)
@@ -160,10 +160,7 @@ def test_experts(kind: Format, hidden: int, size: int, top_k: int, dtype: torch.
 
 def test_experts_whose_columns_fit_no_warps_take_other_kernels() -> None:
     def is_supported(kind: Format, size: int, top_k: int, tokens: int = 1) -> bool:
-        gate_up, down = (
-            kind.empty(4 * n, k, torch.device("cpu")).experts(4) for n, k in ((2 * size, 512), (512, size))
-        )
-        return supports_experts(torch.zeros(tokens, 512).bfloat16(), top_k, gate_up, down)
+        return refuses_mixture(Mixture(tokens, top_k, 4, 512, size, (kind, kind), torch.bfloat16)) is None
 
     for kind, size, top_k in ((INT4, 768, 8), (INT4, 1024, 2), (FP8, 768, 8), (FP8, 384, 8), (INT8, 1536, 4)):
         assert is_supported(kind, size, top_k)
