@@ -20,6 +20,7 @@ from minisgl.engine.drafting import Drafting
 from minisgl.engine.memory import MemoryPlan, plan_memory
 from minisgl.engine.runner import NO_TOKENS, RUNNERS, ForwardOutput, Parts, Runner, RunnerFactory
 from minisgl.engine.state import LogitPenalties, RowState
+from minisgl.errors import ConfigError
 from minisgl.kvcache.snapshots import Bounded
 from minisgl.kvcache.storage import DiskStore, HostStore, Mover
 from minisgl.kvcache.store import StateStore
@@ -56,6 +57,8 @@ class Engine:
         embeds, vocab_size = spec.pooling is not None, spec.model.vocab_size
         self.limits = Limits(max_model_len=spec.max_seq_len, vocab_size=vocab_size, embeds=embeds)
         self.parts = load_parts(spec, device, group or Group(spec.info), factory, self.limits)
+        if spec.max_queries > 1 and any(mixer.group == STATE for mixer in self.parts.mixers):
+            raise ConfigError("--speculate: a rejected draft would stay in the recurrent state of this model")
         self.memory = self._size_stores(factory)
         self.num_pages = self.memory.num_pages[FULL]
         windows = {WINDOW: spec.model.window or 0, STATE: 0}

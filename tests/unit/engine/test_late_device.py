@@ -17,6 +17,7 @@ from minisgl.device.device import CpuDevice, Device
 from minisgl.engine.config import resolve
 from minisgl.engine.engine import Engine
 from minisgl.engine.runner import MIXERS
+from minisgl.errors import ConfigError
 from minisgl.kvcache import tree
 from minisgl.kvcache.store import StateStore
 from minisgl.layout import FULL
@@ -257,6 +258,13 @@ def test_state_of_a_recurrent_layer_follows_its_text(
         assert scheduler.stats.preemptions > 0
     if "cache_type" not in options:
         assert scheduler.stats.cached_tokens > 0
+
+
+def test_drafts_are_refused_where_they_could_not_be_taken_back(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(MODELS._entries, "Toy", _Entry("support.toy_recurrence:ToyForCausalLM", None))
+    monkeypatch.setitem(MIXERS._entries, "Decay", _Entry("support.toy_recurrence:DecayMixer", None))
+    with pytest.raises(ConfigError, match="--speculate: a rejected draft would stay in the recurrent state"):
+        run(folder, CpuDevice(1), make_requests(1), recurs=True, speculate="ngram")
 
 
 def test_aborts_while_late_leave_the_others_untouched(folder: Path) -> None:
