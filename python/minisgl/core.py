@@ -281,7 +281,6 @@ class DraftColumns:
 
     behind: torch.Tensor  # [T] int32, of all tokens: drafts of its row up to each, or NOT_DRAFTED
     rows: torch.Tensor  # [D] int64
-    starts: torch.Tensor  # [D] int32, upper bounds of their first positions
     counts: torch.Tensor  # [D] int32, numbers of drafts
     columns: torch.Tensor  # [D, 1 + most drafts] int64, indices into S; those of slots with fewer repeat their last
     longest: int  # the largest possible length of a row after this step
@@ -303,7 +302,6 @@ class Batch:
     row_states: torch.Tensor  # [R, words of ROW_STATE] int32
     prompt_logprobs: PromptLogprobs | None = None
     drafts: DraftColumns | None = None
-    passes: tuple[Batch, ...] = ()  # the passes of a draft model, before the step
     captures: Records = field(default_factory=lambda: NO_COPIES)  # COPY of STATE, for the mixers
 
     @property

@@ -120,19 +120,13 @@ class Head(DraftModel):
     layers = (0,)
 
     def __init__(self) -> None:
-        self.parameters = ()
+        self.parameters, self.spec = (), SimpleNamespace(max_queries=1 + DRAFTS)
+        self.parts: Any = SimpleNamespace(device=Device(1))
         self.notes = torch.zeros(ROWS + 1, VOCAB + 2)
 
-    def passes(self, plan: BatchPlan, *, has_drafts: bool = True) -> tuple[Batch, ...]:
-        return ()
-
-    def draft_rows(self, inputs: torch.Tensor, flags: int, drafting: Drafting) -> None:
-        """The drafts come with `draft`."""
-
-    def draft(self, batch: Batch, drafting: Drafting) -> None:
-        if batch.drafts is not None:
-            rows = batch.drafts.rows
-            drafting.drafts[rows] = ((drafting.lengths[rows].unsqueeze(1) - 1 + torch.arange(MAX_DRAFTS)) % 3).int()
+    def draft_rows(self, inputs: torch.Tensor, most: int, flags: int, drafting: Drafting) -> None:
+        rows = inputs[0].long()
+        drafting.drafts[rows] = ((drafting.lengths[rows].unsqueeze(1) - 1 + torch.arange(MAX_DRAFTS)) % 3).int()
 
     def follow(
         self, batch: Batch, input_ids: torch.Tensor, states: list[torch.Tensor], out: torch.Tensor, drafting: Drafting
@@ -140,9 +134,6 @@ class Head(DraftModel):
         at = batch.logit_tokens
         seen = torch.cat([out[0, : len(at)].unsqueeze(1), input_ids[at].unsqueeze(1), states[0][at].float()], 1)
         self.notes.index_add_(0, batch.sampling.rows, seen * batch.positions[at].unsqueeze(1))
-
-    def _first(self, plan: BatchPlan, drafted: Any) -> list[BatchPlan]:
-        raise AssertionError
 
     def _logits(self, ids: torch.Tensor, batch: Batch) -> torch.Tensor:
         raise AssertionError

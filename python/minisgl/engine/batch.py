@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 import numpy as np
@@ -140,17 +140,6 @@ def make_batch(plan: BatchPlan, device: Device) -> Batch:
     )
 
 
-def moved(batch: Batch, shift: torch.Tensor) -> Batch:
-    """Return `batch` with `shift` [rows] int32 added to the positions of each row."""
-    layout, sampling = batch.layout, batch.sampling
-    return replace(
-        batch,
-        positions=batch.positions + shift[batch.token_rows.long()],
-        layout=replace(layout, kv_lens=layout.kv_lens + shift[layout.rows.long()]),
-        sampling=replace(sampling, positions=sampling.positions + shift[sampling.rows]),
-    )
-
-
 def draft_columns(plan: BatchPlan, behind: Ints, device: Device) -> DraftColumns:
     """Return the slots with DRAFTS of a plan that has some; `behind` is that of its expansion."""
     slots = plan.slots[(plan.slots["flags"] & Flag.SAMPLES) != 0]
@@ -158,9 +147,8 @@ def draft_columns(plan: BatchPlan, behind: Ints, device: Device) -> DraftColumns
     first = (np.cumsum(plan.widths, dtype=np.int32) - plan.widths)[is_drafted]
     slots, counts = slots[is_drafted], plan.widths[is_drafted] - 1
     index = np.minimum(np.arange(counts.max() + 1, dtype=np.int32), counts[:, None])
-    arrays = behind, slots["row"], slots["start"], counts, first[:, None] + index
-    behind_, rows, starts, counts_, columns = device.upload(*arrays)
-    return DraftColumns(behind_, rows.long(), starts, counts_, columns.long(), int(slots["stop"].max()) + 1)
+    behind_, rows, counts_, columns = device.upload(behind, slots["row"], counts, first[:, None] + index)
+    return DraftColumns(behind_, rows.long(), counts_, columns.long(), int(slots["stop"].max()) + 1)
 
 
 def make_sampling(plan: BatchPlan, index: npt.NDArray[np.intp], device: Device) -> Sampling:

@@ -13,7 +13,7 @@ from torch import Tensor
 
 from minisgl.core import Batch, BatchPlan, Sampling, SeqLayout, StepShape
 from minisgl.distributed.tensor_parallel import VocabParallel
-from minisgl.engine.batch import make_batch, moved
+from minisgl.engine.batch import make_batch
 from minisgl.layers.builder import Builder
 from minisgl.layout import FULL, NO_SLOTS, Flag
 from minisgl.models.weight import load_model
@@ -44,7 +44,7 @@ class DraftModel(ABC):
     """
 
     ahead: ClassVar[int]  # slot p depends on the tokens up to p + ahead
-    first: ClassVar[int]  # the draft that the first pass of `draft_rows` makes; -1: it fills a hole
+    first: ClassVar[int]  # the draft that the first pass makes; -1: it fills a hole
     layers: tuple[int, ...] = ()  # the target's layers whose outputs `follow` gets
     parameters: tuple[Parameter, ...]
 
@@ -59,42 +59,22 @@ class DraftModel(ABC):
         """`Drafter.propose`. The drafts of the next step are made when that step begins."""
         return history.new_zeros(len(rows), MAX_DRAFTS), torch.full_like(lengths, MAX_DRAFTS)
 
-    def passes(self, plan: BatchPlan, *, has_drafts: bool = True) -> tuple[Batch, ...]:
-        """Return the passes before the step `plan`, with upper bounds for positions like those of the plan.
+    def read_prompts(self, plan: BatchPlan) -> None:
+        """Run what is to be run over a step's prompts before the step."""
+        return
 
-        Without `has_drafts`, this is only the pass over its prompts.
-        """
-        drafted = drafted_slots(plan)[: None if has_drafts else 0]
-        counts = drafted["stop"] - drafted["start"] - 1
-        plans = self._first(plan, drafted)
-        for i in range(1, int(counts.max(initial=0))):
-            start = drafted["start"][counts > i] + i - self.ahead
-            plans.append(BatchPlan(plan.step, draft_slots(drafted[counts > i], start, start + 1, Flag.FROM_DEVICE)))
-        return tuple(make_batch(p, self.parts.device) for p in plans)
+    def draft(self, plan: BatchPlan, drafting: Drafting) -> None:
+        """Make the drafts of a step, whose pages are allocated, except those that the host proposes."""
+        rows = drafted_rows(plan)
+        if rows.size:
+            flags = int(np.bitwise_or.reduce(rows[2]))
+            self.draft_rows(self.parts.device.upload(rows)[0], int(rows[1].max()), flags, drafting)
 
-    def draft(self, batch: Batch, drafting: Drafting) -> None:
-        """Run the passes before a step, and fill `drafting.drafts` of its rows."""
-        history, shift, most = drafting.history, drafting.shift(batch.drafts), self._vocab_size - 1
-        if batch.drafts is not None:
-            rows, lengths = batch.drafts.rows, drafting.lengths[batch.drafts.rows].long()
-            history[rows, lengths - 1] = drafting.last_token[rows]
-        for each in batch.passes:
-            now = moved(each, shift)
-            known = history[now.token_rows.long(), now.positions.long() + self.ahead]
-            ids = torch.where(now.input_ids < 0, known, now.input_ids).clamp(0, most)
-            sampling = replace(now.sampling, positions=now.sampling.positions + self.ahead)
-            logits = self._logits(ids, replace(now, sampling=sampling))
-            if len(sampling.rows):
-                history[sampling.rows, sampling.positions.long()] = self.sample(logits, sampling)
-        if batch.drafts is not None:
-            following = lengths.unsqueeze(1) + torch.arange(MAX_DRAFTS, device=rows.device)
-            drafting.drafts[rows] = history[rows.unsqueeze(1), following].clamp(0, most)
+    def draft_rows(self, inputs: Tensor, most: int, flags: int, drafting: Drafting) -> None:
+        """Make `drafting.drafts` of rows whose lengths only the device knows: each pass makes one token per row.
 
-    def draft_rows(self, inputs: Tensor, flags: int, drafting: Drafting) -> None:
-        """Make the drafts of rows whose lengths only the device knows: each pass makes one token per row.
-
-        inputs [3, R] int32 are rows, numbers of drafts, and flags; `flags` is the union of the latter. The drafts are
-        stored in `drafting.history`. In a pass that makes no draft for a row, the dummy row (the last one) replaces it.
+        inputs [3, R] int32 are those of `drafted_rows`; `most` is the largest number of drafts, `flags` the union of
+        the flags. A pass that makes no draft for a row has the dummy row (the last one) instead.
         """
         history, dummy_row = drafting.history, len(self.parts.state.last_token) - 1
         wanted, counts, row_flags = inputs[0].long(), inputs[1], inputs[2]
@@ -102,7 +82,7 @@ class DraftModel(ABC):
         history[wanted, (lengths - 1).clamp(min=0)] = drafting.last_token[wanted]
         shape = StepShape(len(wanted), 1)
         ends = torch.arange(len(wanted) + 1, dtype=torch.int32, device=inputs.device)
-        for i in range(self.first, self.spec.max_queries - 1):
+        for i in range(self.first, most):
             takes_part = counts > max(i, 0)
             rows = torch.where(takes_part, wanted, dummy_row)
             at = torch.where(takes_part, lengths - 1 + i - self.ahead, 0).int()  # slots
@@ -113,10 +93,8 @@ class DraftModel(ABC):
             logits = self._logits(ids, batch)
             if i >= 0:
                 history[rows, sampling.positions.long()] = self.sample(logits, sampling)
-
-    @abstractmethod
-    def _first(self, plan: BatchPlan, drafted: Records) -> list[BatchPlan]:
-        """Return the pass for the first draft of the slots `drafted`, if the preceding step did not make it."""
+        following = lengths.unsqueeze(1) + torch.arange(MAX_DRAFTS, device=inputs.device)
+        drafting.drafts[wanted] = history[wanted.unsqueeze(1), following].clamp(0, self._vocab_size - 1)
 
     @abstractmethod
     def _logits(self, ids: Tensor, batch: Batch) -> Tensor:
@@ -138,8 +116,7 @@ class DraftModel(ABC):
 class SmallModel(DraftModel):
     """A separate model. A slot has the K/V of its own token, so the preceding step leaves at most one hole.
 
-    There is a hole if all drafts were accepted: then the first pass computes the newest two tokens. The first pass also
-    computes prompts.
+    There is a hole if all drafts were accepted: then a first pass fills it.
     """
 
     ahead, first = 0, -1
@@ -148,12 +125,12 @@ class SmallModel(DraftModel):
         super().__init__(parts, spec)
         self.parameters = parts.model.parameters
 
-    def _first(self, plan: BatchPlan, drafted: Records) -> list[BatchPlan]:
+    def read_prompts(self, plan: BatchPlan) -> None:
         chunks = plan.slots[(plan.slots["flags"] & Flag.FROM_DEVICE) == 0]
-        chunks["flags"] = 0
-        drafted = draft_slots(drafted, drafted["start"] - 1, drafted["start"] + 1, Flag.FROM_DEVICE)
-        slots = np.concatenate([drafted, chunks])
-        return [BatchPlan(plan.step, slots, plan.tokens)] if len(slots) else []
+        if len(chunks):
+            chunks["flags"] = 0
+            batch = make_batch(BatchPlan(plan.step, chunks, plan.tokens), self.parts.device)
+            self._logits(batch.input_ids.clamp(0, self._vocab_size - 1), batch)
 
     def _logits(self, ids: Tensor, batch: Batch) -> Tensor:
         stream = self.parts.hidden(ids, batch, self.parts.out_loc(batch))
@@ -171,9 +148,6 @@ class Eagle3(DraftModel):
         self.head, self._embed = head, parts.model.model.embed_tokens
         weight = self._embed.weight
         self._hidden = weight.new_zeros(len(parts.state.last_token), weight.shape[1])
-
-    def _first(self, plan: BatchPlan, drafted: Records) -> list[BatchPlan]:
-        return []
 
     def _logits(self, ids: Tensor, batch: Batch) -> Tensor:
         rows = batch.sampling.rows
@@ -207,6 +181,13 @@ class Eagle3(DraftModel):
             sampling = replace(sampling, positions=sampling.positions[newest] + 1)
             self._hidden[sampling.rows] = hidden
             history[sampling.rows, sampling.positions.long()] = self.sample(logits, sampling)
+
+
+def drafted_rows(plan: BatchPlan) -> Ints:
+    """Return [3, D] of the slots with DRAFTS: rows, numbers of drafts to make, 0 for those of the host, and flags."""
+    slots = plan.slots[(plan.slots["flags"] & Flag.DRAFTS) != 0]
+    counts = np.where(np.isin(slots["row"], plan.proposals["row"]), 0, slots["stop"] - slots["start"] - 1)
+    return np.stack([slots["row"], counts, slots["flags"] & SAMPLED_ALIKE]).astype(np.int32)
 
 
 def drafted_slots(plan: BatchPlan) -> Records:

@@ -9,7 +9,6 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from minisgl.engine.batch import moved
 from minisgl.engine.draft_model import DraftModel
 from minisgl.layout import HISTORY_HEAD, PROPOSED, words
 from minisgl.settings.options import MAX_DRAFTS
@@ -56,20 +55,19 @@ class Drafting:
             at = self.lengths[rows.long()].unsqueeze(1) + torch.arange(MAX_DRAFTS, device=drafts.device)
             self.drafts[rows.long()] = self.history[rows.long().unsqueeze(1), at.long()] = drafts
 
-    def shift(self, drafts: DraftColumns | None) -> Tensor:
-        """Return the correction of the planned positions of each row [rows] int32, <= 0."""
-        shift = torch.zeros_like(self.lengths)
-        if drafts is not None:
-            shift[drafts.rows] = self.lengths[drafts.rows] - 1 - drafts.starts
-        return shift
-
     def place(self, batch: Batch) -> Batch:
         """Return `batch`, which has drafts, with the true positions, and the tokens of its drafts."""
         assert batch.drafts is not None, "no slot has DRAFTS"
-        behind = batch.drafts.behind
-        drafts = self.drafts[batch.token_rows.long(), (behind - 1).clamp(min=0).long()]
-        ids = torch.where(behind > 0, drafts, batch.input_ids)
-        return moved(replace(batch, input_ids=ids), self.shift(batch.drafts))
+        behind, rows, layout = batch.drafts.behind, batch.token_rows.long(), batch.layout
+        ids = torch.where(behind > 0, self.drafts[rows, (behind - 1).clamp(min=0).long()], batch.input_ids)
+        positions = torch.where(behind < 0, batch.positions, self.lengths[rows] - 1 + behind)
+        return replace(
+            batch,
+            input_ids=ids,
+            positions=positions,
+            layout=replace(layout, kv_lens=positions[layout.cu_query_lens[1:].long() - 1] + 1),
+            sampling=replace(batch.sampling, positions=positions[batch.logit_tokens] + 1),
+        )
 
     def settle(self, out: Tensor, columns: DraftColumns, inputs: Tensor) -> Tensor:
         """Confirm the tokens up to the first that differs from its draft, and draft what follows.

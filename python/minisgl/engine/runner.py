@@ -166,8 +166,6 @@ class Parts:
         """Apply a step's page writes and sampling states; what `hidden` takes."""
         state = self.state
         state.apply(batch.page_writes, batch.row_states)
-        if self.drafting is not None and self.drafting.model is not None:
-            self.drafting.model.draft(batch, self.drafting)
         if batch.drafts is not None:
             assert self.drafting is not None, "a plan with DRAFTS, but no drafter"
             batch = self.drafting.place(batch)
@@ -254,8 +252,6 @@ class EagerRunner:
 
     def launch(self, plan: BatchPlan) -> ForwardOutput:
         batch = make_batch(plan, self.parts.device)
-        if self._draft_model is not None:
-            batch = replace(batch, passes=self._draft_model.passes(plan))
         submit, flops = self.parts.device.submit, self._flops_per_token * batch.num_tokens
         if not plan.awaits_masks:
             return ForwardOutput(
@@ -280,6 +276,10 @@ class EagerRunner:
         parts, wanted, sampled = self.parts, batch.prompt_logprobs, batch.logit_tokens
         if parts.drafting is not None:
             parts.drafting.remember(plan)
+            if self._draft_model is not None:
+                parts.state.apply(batch.page_writes, batch.row_states)
+                self._draft_model.read_prompts(plan)
+                self._draft_model.draft(plan, parts.drafting)
         input_ids, batch, out_loc = parts.begin(batch)
         kept = batch if wanted is None else replace(batch, logit_tokens=wanted.kept)
         layers = () if self._draft_model is None else self._draft_model.layers

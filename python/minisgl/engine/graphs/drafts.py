@@ -9,8 +9,7 @@ from typing import TYPE_CHECKING, Final
 import numpy as np
 import torch
 
-from minisgl.engine.draft_model import SAMPLED_ALIKE
-from minisgl.layout import Flag
+from minisgl.engine.draft_model import SAMPLED_ALIKE, drafted_rows
 
 if TYPE_CHECKING:
     from minisgl.core import BatchPlan, Ints
@@ -34,17 +33,15 @@ class DraftGraphs:
         self._graphs = {}
         for size, flags in product(self._sizes, (0, SAMPLED_ALIKE)):
             inputs = self._inputs[: 3 * size].view(3, size)
-            self._graphs[size, flags] = capture(partial(model.draft_rows, inputs, flags, drafting))[0]
+            self._graphs[size, flags] = capture(
+                partial(model.draft_rows, inputs, model.spec.max_queries - 1, flags, drafting)
+            )[0]
 
     def draft(self, plan: BatchPlan) -> None:
         """Make the drafts of a plan that has some, except those that the host proposes."""
-        slots = plan.slots[(plan.slots["flags"] & Flag.DRAFTS) != 0]
-        size = next(size for size in self._sizes if size >= len(slots))
+        rows = drafted_rows(plan)
+        size = next(size for size in self._sizes if size >= rows.shape[1])
         inputs: Ints = np.zeros((3, size), np.int32)
-        rows, counts, flags = inputs
-        rows[: len(slots)], rows[len(slots) :] = slots["row"], self._dummy_row
-        counts[: len(slots)] = slots["stop"] - slots["start"] - 1
-        counts[np.isin(rows, plan.proposals["row"])] = 0
-        flags[: len(slots)] = slots["flags"] & SAMPLED_ALIKE
+        inputs[0], inputs[:, : rows.shape[1]] = self._dummy_row, rows
         self._device.upload_into(self._inputs[: 3 * size], inputs.ravel())
-        self._graphs[size, SAMPLED_ALIKE if flags.any() else 0].replay()
+        self._graphs[size, SAMPLED_ALIKE if rows[2].any() else 0].replay()

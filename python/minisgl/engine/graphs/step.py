@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from functools import partial
 from itertools import product
 from typing import TYPE_CHECKING, Final
@@ -152,9 +152,10 @@ class CapturedRunner:
         parts, model, drafting = self.parts, self._model, self.parts.drafting
         if model is None or drafting is None or not (plan.has_drafts or len(plan.tokens)):
             return lambda out: None
-        batch = replace(make_batch(plan, parts.device), passes=model.passes(plan, has_drafts=False))
+        batch = make_batch(plan, parts.device)
+        parts.state.apply(batch.page_writes, batch.row_states)
+        model.read_prompts(plan)
         if plan.has_drafts:
-            parts.state.apply(batch.page_writes, batch.row_states)
             self._drafts.draft(plan)
         input_ids, batch, _ = parts.begin(batch)
         states = [self._states[layer][: len(input_ids)] for layer in model.layers]
