@@ -6,6 +6,7 @@ have neither locks nor reference counts.
 
 from __future__ import annotations
 
+import enum
 from collections import OrderedDict
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Final, NamedTuple
@@ -91,11 +92,19 @@ class IdPool:
         self.free.extend(ids)
 
 
+class Reason(enum.IntEnum):
+    """Why there is a snapshot; if there are several reasons, the largest."""
+
+    SPARE = 0  # prompts may part somewhere after it: nothing else is dropped for it
+    END = 1  # a conversation may go on
+    SHARED = 2  # prompts are known to part there
+
+
 @dataclass(slots=True, eq=False)
 class Snapshot:
     """What a text needs to go on: ids for its last span, in each pool."""
 
-    is_shared: bool = False  # prompts are known to part there
+    reason: Reason = Reason.END
     chances: int = 0  # to be passed over when it would be dropped
     restored_in: int = 0  # the newest step that copies it to a row
 
@@ -103,9 +112,9 @@ class Snapshot:
 class Snapshots:
     """The snapshots at the ends of a tree's nodes, in the order in which they are dropped: by last use.
 
-    Where prompts are known to part, a snapshot is passed over CHANCES times. If a conversation has come to a newer
-    snapshot, the one before is dropped first, unless the last conversation has gone on from one like that: a template
-    that leaves out the reasoning of earlier answers makes them do so.
+    SPARE ones come first, until one is used. Where prompts are known to part, a snapshot is passed over CHANCES times.
+    If a conversation has come to a newer snapshot, the one before is dropped first, unless the last conversation has
+    gone on from one like that: a template that leaves out the reasoning of earlier answers makes them do so.
     """
 
     def __init__(self, pools: list[IdPool]) -> None:
@@ -123,7 +132,10 @@ class Snapshots:
         if node is None or node in self.of:
             self.free(snapshot)
             return
-        self.of[node], snapshot.chances = snapshot, CHANCES * snapshot.is_shared
+        self.of[node], snapshot.chances = snapshot, CHANCES * (snapshot.reason is Reason.SHARED)
+        if snapshot.reason is Reason.SPARE:
+            self.of.move_to_end(node, last=False)
+            return
         before = node.parent
         while before is not None and len(before.children) == 1 and self._newest_is_used:
             if before in self.of:
@@ -134,9 +146,11 @@ class Snapshots:
     def use(self, node: Node) -> None:
         """Record that the step that has just matched a node restores its snapshot."""
         snapshot = self.of[node]
-        snapshot.restored_in, snapshot.chances = node.timestamp, CHANCES * snapshot.is_shared
+        if snapshot.reason is Reason.SPARE:
+            snapshot.reason = Reason.SHARED
+        snapshot.restored_in, snapshot.chances = node.timestamp, CHANCES * (snapshot.reason is Reason.SHARED)
         self.of.move_to_end(node)
-        if not snapshot.is_shared:
+        if snapshot.reason is Reason.END:
             self._newest_is_used = not node.children
 
     def remove(self, node: Node) -> None:
@@ -144,11 +158,17 @@ class Snapshots:
         if (snapshot := self.of.pop(node, None)) is not None:
             self.free(snapshot)
 
-    def oldest(self, retired: int) -> Node | None:
-        """Return the node whose snapshot is to be dropped; none that a step after `retired` restores."""
-        while (node := next((n for n, s in self.of.items() if s.restored_in <= retired), None)) is not None:
-            if not self.of[node].chances:
-                break
+    def oldest(self, retired: int, reason: Reason) -> Node | None:
+        """Return the node whose snapshot is to be dropped for one with `reason`, if there is one.
+
+        It is none that a step after `retired` restores.
+        """
+
+        def first() -> Node | None:
+            may_drop = {Reason.SPARE} if reason is Reason.SPARE else {*Reason}
+            return next((n for n, s in self.of.items() if s.restored_in <= retired and s.reason in may_drop), None)
+
+        while (node := first()) is not None and self.of[node].chances:
             self.of[node].chances -= 1
             self.of.move_to_end(node)
         return node

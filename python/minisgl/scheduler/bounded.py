@@ -2,21 +2,25 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Final
 
 import numpy as np
 
 from minisgl.core import TILE_TOKENS
-from minisgl.kvcache.snapshots import IN_FLIGHT, Snapshot
+from minisgl.kvcache.snapshots import IN_FLIGHT, Reason, Snapshot
+from minisgl.kvcache.tree import common_prefix_len
 from minisgl.layout import STATE, Flag
 
 if TYPE_CHECKING:
-    from collections.abc import Callable
+    from collections.abc import Callable, Iterable
 
     from minisgl.core import BatchPlan
     from minisgl.kvcache.snapshots import Snapshots
     from minisgl.scheduler.req import Req
     from minisgl.scheduler.rows import Rows
+
+
+EVERY: Final = 2048  # tokens between spare snapshots of a prompt
 
 
 class BoundedState:
@@ -28,23 +32,26 @@ class BoundedState:
     settled  int32 [rows]
     """
 
-    def __init__(self, snapshots: Snapshots, rows: Rows, drop: Callable[[], bool]) -> None:
-        """`drop` drops the least recently used snapshot, if there is one that no step needs."""
+    def __init__(self, snapshots: Snapshots, rows: Rows, drop: Callable[[Reason], bool]) -> None:
+        """`drop` drops a snapshot for one with a reason, if there is one that no step needs."""
         self.snapshots, self.pools = snapshots, snapshots.pools
         self.settled = np.zeros(rows.num_rows, np.int32)
         self._rows = rows
         self._drop = drop
 
-    def has_room(self, length: int | None = None) -> bool:
+    def has_room(self, length: int | None = None, reason: Reason = Reason.END) -> bool:
         """Make room for a snapshot of `length` tokens, or without it for another row; false if there is none yet."""
         counts = [pool.per_row if length is None else len(pool.span(length, length)) for pool in self.pools]
         while any(pool.spare < count for pool, count in zip(self.pools, counts, strict=True)):
-            if not self._drop():
+            if not self._drop(reason):
                 return False
         return True
 
-    def open(self, req: Req) -> None:
-        """Give a request that has got its row what it needs to go on after its cached prefix."""
+    def open(self, req: Req, waiting: Iterable[Req]) -> None:
+        """Give a request that has got its row what it needs to go on after its cached prefix, and plan its captures.
+
+        One is where its prompt parts from the one of those `waiting` that is most like it.
+        """
         row, handle, page_size = req.row, req.cache_handle, self._rows.page_size
         length = self.settled[row] = int(self._rows.cached_len[row])
         for pool in self.pools:
@@ -57,9 +64,12 @@ class BoundedState:
                 for pool in self.pools
                 for index, source in pool.snapshots[snapshot].items()
             ]
-        # The third prompt that begins alike finds what the second has captured where it parted from the first.
-        ends = (len(req.ids) - 1, False), (req.system_tokens, True), (handle.branch * page_size, True)
-        req.capture_at = dict(sorted({end // page_size * page_size: is_shared for end, is_shared in ends}.items()))
+        # Of prompts that come one by one, the third finds what the second has captured where it parted from the first.
+        parting = max((common_prefix_len(req.ids, other.ids) for other in waiting), default=0)
+        shared = req.system_tokens, handle.branch * page_size, parting
+        wanted = dict.fromkeys(range(EVERY, len(req.ids), EVERY), Reason.SPARE)
+        wanted |= {len(req.ids) - 1: Reason.END} | dict.fromkeys(shared, Reason.SHARED)
+        req.capture_at = dict(sorted((end // page_size * page_size, reason) for end, reason in wanted.items()))
 
     def extend(self, req: Req, stop: int | None = None) -> None:
         """Give a row the ids that it lacks for the first `stop` tokens of its text, or for all of its pages."""
@@ -80,10 +90,10 @@ class BoundedState:
     def add_chunk(self, req: Req, start: int, stop: int) -> None:
         """Give a row the ids for a chunk of its prompt, and capture what is wanted of it, as far as there is room."""
         self.extend(req, min(stop + IN_FLIGHT, req.max_len - 1))
-        for length, is_shared in req.capture_at.items():
-            if not (start < length <= stop and self.has_room(length)):
+        for length, reason in req.capture_at.items():
+            if not (start < length <= stop and self.has_room(length, reason)):
                 continue
-            snapshot = Snapshot(is_shared)
+            snapshot = Snapshot(reason)
             req.captures.append((length, snapshot))
             for pool in self.pools:
                 own, ids = pool.rows[req.row], pool.extend({}, pool.span(length, length))

@@ -16,6 +16,7 @@ from minisgl.scheduler.bounded import BoundedState
 if TYPE_CHECKING:
     from minisgl.core import Ints
     from minisgl.kvcache.base import CacheHandle
+    from minisgl.kvcache.snapshots import Reason
     from minisgl.scheduler.budget import LoadBudget
     from minisgl.scheduler.req import Req
     from minisgl.scheduler.rows import Rows
@@ -115,9 +116,9 @@ class CacheManager:
             self._give_evicted(self.prefix.prune(req.cache_handle.node))
         req.cache_handle = None
 
-    def _drop_snapshot(self) -> bool:
-        """Drop the least recently used snapshot, and the pages that only it made useful; false if there is none."""
-        if self.prefix.snapshots is None or (node := self.prefix.snapshots.oldest(self.rows.retired)) is None:
+    def _drop_snapshot(self, reason: Reason) -> bool:
+        """Drop a snapshot for one with `reason`, and the pages that only it made useful; false if there is none."""
+        if self.prefix.snapshots is None or (node := self.prefix.snapshots.oldest(self.rows.retired, reason)) is None:
             return False
         self.prefix.snapshots.remove(node)
         self._give_evicted(self.prefix.prune(node))

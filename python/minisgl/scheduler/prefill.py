@@ -23,6 +23,7 @@ if TYPE_CHECKING:
 
 # Ranking by cached prefix costs a tree walk per request; beyond this many requests it costs more than it gains.
 LPM_MAX_WAITING = 128
+NEIGHBOURS = 16  # waiting requests whose prompts may be found to begin like one that is admitted
 # For each of its tokens, a prompt lets this many tokens of later prompts overtake it. A larger number lowers the mean
 # time to first token in a rush, but weakens the bound on a request's wait.
 OVERTAKING: Final = 16
@@ -234,7 +235,7 @@ class PrefillManager:
         self.rows.allocate(req, len(shared) * cache.page_size)
         req.pages = shared + own
         if cache.bounded is not None:
-            cache.bounded.open(req)
+            cache.bounded.open(req, (other for other in self.waiting[:NEIGHBOURS] if other is not req))
         if not req.is_loading:  # else the next step would wait until pages are free that it does not use yet
             self.rows.set_pages(req, 0, req.pages)
         if req.prompt_logprobs is not None:

@@ -17,7 +17,7 @@ if TYPE_CHECKING:
 
     from minisgl.core import Ints
     from minisgl.grammar.compiler import TokenMatcher
-    from minisgl.kvcache.snapshots import Snapshot
+    from minisgl.kvcache.snapshots import Reason, Snapshot
     from minisgl.params import Limits, SamplingParams
     from minisgl.settings.options import SchedulerConfig
 
@@ -73,7 +73,7 @@ class Req:
         self.pages: list[int] = []  # page ids by position, those shared with the prefix cache first
         self.cache_handle: Any = None  # the lock on the shared prefix
         self.system_tokens = system_tokens  # of the prompt: others may begin with them
-        self.capture_at: dict[int, bool] = {}  # numbers of tokens to capture, and whether other prompts part there
+        self.capture_at: dict[int, Reason] = {}  # numbers of tokens to capture, and why
         self.captures: list[tuple[int, Snapshot]] = []  # those that were made, until the result is finite
         self.is_loading = False  # a part of its cached prefix is still to be loaded from a tier
         self.matcher: TokenMatcher | None = None  # has advanced over all confirmed tokens; None without a grammar

@@ -2,15 +2,18 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
+
 import numpy as np
 import pytest
 
 from minisgl.core import BatchPlan, FinishReason
 from minisgl.errors import ConfigError, InvariantError
 from minisgl.kvcache import snapshots
-from minisgl.kvcache.snapshots import Bounded, IdPool, Snapshot, Snapshots, ids_per_row
+from minisgl.kvcache.snapshots import Bounded, IdPool, Reason, Snapshot, Snapshots, ids_per_row
 from minisgl.kvcache.tiers import TierSpec
 from minisgl.layout import STATE, WINDOW
+from minisgl.scheduler import bounded
 from minisgl.scheduler.bounded import BoundedState
 from minisgl.scheduler.req import Req
 from minisgl.settings.options import MAX_DRAFTS
@@ -58,6 +61,32 @@ def test_prompts_go_on_where_a_snapshot_is(kinds: list[Bounded]) -> None:
     assert hit_of(h, [*text[:27], 8, 8]) == 24, "the second with a system prompt finds the first's"
     h = harness([b._replace(capacity=ids_per_row(b.window, PAGE)) for b in kinds])
     assert hit_of(h, text) == hit_of(h, text) == 0, "a snapshot was kept without room for it"
+
+
+def test_a_prompt_is_captured_where_it_parts_from_one_that_waits(kinds: list[Bounded]) -> None:
+    """So the prompts of a burst find it in the first of them, and not only in the second."""
+    h, common = harness(kinds, 0), list(range(1, 42))
+    for i in range(3):
+        h.add([*common, *[90 + i] * 7], 2, ignore_eos=True)
+    h.finish_all()
+    assert h.scheduler.stats.cached_tokens == 2 * 40
+    h.check_outputs()
+
+
+def test_spare_snapshots_let_the_second_of_two_prompts_begin_late(
+    kinds: list[Bounded], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """They are in nobody's way, and stay once they are used."""
+    monkeypatch.setattr(bounded, "EVERY", 16)
+    h, text = harness(kinds), list(range(1, 75))
+    assert hit_of(h, [*text[:60], 7, 7]) == 0
+    assert hit_of(h, [*text[:58], 8, 8]) == 48, "the last of every 16 tokens before they part"
+    found = h.scheduler.cache.prefix.snapshots
+    assert found is not None
+    assert [snapshot.reason for snapshot in found.of.values()].count(Reason.SPARE) == 2
+    while (node := found.oldest(1 << 30, Reason.SPARE)) is not None:
+        found.remove(node)
+    assert [s.reason for s in found.of.values()].count(Reason.SPARE) == 0 < len(found.of)
 
 
 def test_an_answer_is_handed_over_with_its_window(kinds: list[Bounded]) -> None:
@@ -125,7 +154,7 @@ def test_without_a_prefix_cache_nothing_is_kept(kinds: list[Bounded]) -> None:
 # -- mistakes are noticed
 
 
-def drop_any(self: Snapshots, retired: int) -> object:
+def drop_any(self: Snapshots, retired: int, reason: Reason) -> object:
     return next(iter(self.of), None)
 
 
@@ -145,8 +174,8 @@ def place_shifted(self: BoundedState, req: Req, finite: int, *, is_leaving: bool
     return [(max(page, length - page), snapshot) for length, snapshot in captures]
 
 
-def forget_restores(self: BoundedState, req: Req) -> None:
-    original_open(self, req)
+def forget_restores(self: BoundedState, req: Req, waiting: Iterable[Req]) -> None:
+    original_open(self, req, waiting)
     self._rows.writes.restores.clear()
 
 

@@ -62,7 +62,7 @@ def test_random_traces_with_windows_and_recurrent_states(depth: int, bounded: st
         restores, captures = restores + h.engine.num_copies[0], captures + h.engine.num_copies[1]
         preemptions += h.scheduler.stats.preemptions
         accepted += h.scheduler.stats.accepted_tokens
-    assert captures > restores > 0
+    assert min(captures, restores) > SEEDS
     assert preemptions >= SEEDS // 10
     assert (accepted == 0) == (speculate == "off")
 
