@@ -32,7 +32,7 @@ MAX_BLOCK: Final = 1024
 _WRITE_WORDS, _STATE_WORDS = tl.constexpr(words(PAGE_WRITE)), tl.constexpr(words(ROW_STATE))
 
 
-class Parts(NamedTuple):
+class Counts(NamedTuple):
     """The numbers of entries of a step, or the numbers for which there is room."""
 
     samples: int
@@ -127,8 +127,8 @@ def place(
     placed: Tensor,
     sample_rows: Tensor,
     out_loc: Tensor,
-    counts: Parts,
-    room: Parts,
+    counts: Counts,
+    room: Counts,
     page_size: int,
 ) -> None:
     """Apply the page writes and row states of this step's slot, derive its inputs, and count the step.

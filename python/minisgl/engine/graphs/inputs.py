@@ -46,7 +46,7 @@ class StepInputs:
         self._max_rows = max_rows
         self._dummy_row = len(parts.state.last_token) - 1
         most = samples, max(map(self._sequences_of, sizes)), max(size.tokens for size in sizes)
-        self._room = step.Parts(*(round_up(count, 4) for count in most))
+        self._room = step.Counts(*(round_up(count, 4) for count in most))
         longest = self._room.words + words(PAGE_WRITE) * MAX_PAGE_WRITES + words(ROW_STATE) * MAX_ROW_STATES
         lines, is_pinned = 4 + StepResult.WIDTH, torch.cuda.is_available()
         self._host = torch.zeros(RING, longest, dtype=torch.int32, pin_memory=is_pinned)
@@ -69,8 +69,8 @@ class StepInputs:
         """Return how many sequences are placed: all that `settle` looks at, and one without tokens at the end."""
         return 1 + (size.sequences if size.is_plain else max(size.sequences, self._max_rows))
 
-    def _counts(self, size: Size, columns: int) -> step.Parts:
-        return step.Parts(columns, self._sequences_of(size), size.tokens)
+    def _counts(self, size: Size, columns: int) -> step.Counts:
+        return step.Counts(columns, self._sequences_of(size), size.tokens)
 
     # -- on the host
 
