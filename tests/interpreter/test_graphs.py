@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import random
 from collections.abc import Callable
+from contextlib import nullcontext
 from dataclasses import replace
 from types import SimpleNamespace
 from typing import Any
@@ -23,6 +24,7 @@ from minisgl.distributed.info import ALONE
 from minisgl.distributed.tensor_parallel import VocabParallel
 from minisgl.engine.draft_model import DraftModel
 from minisgl.engine.drafting import Drafting
+from minisgl.engine.graphs import runners as runners_of_gpus
 from minisgl.engine.graphs.capture import TAILS, tail_of
 from minisgl.engine.graphs.sizes import LAUNCH_FLOPS, prompt_sizes
 from minisgl.engine.graphs.step import CapturedRunner
@@ -394,3 +396,28 @@ def test_large_steps_are_captured_where_layers_are_small(
 ) -> None:
     sizes = [size.tokens for size in prompt_sizes(max_tokens, 256, 1, LAUNCH_FLOPS * layers / (2 * parameters))]
     assert sizes[-1] == largest and sizes == sorted(sizes)
+
+
+def test_nothing_is_left_of_steps_that_only_compile(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Their tokens are what was in memory: an embedding would be looked up out of the vocabulary."""
+    made = parts("triton")
+    assert made.drafting is not None
+
+    class Garbage:
+        def launch(self, plan: BatchPlan) -> Any:
+            for tensor in (made.state.last_token, made.drafting.drafts, made.drafting.lengths):
+                tensor.fill_(1 << 30)
+            return SimpleNamespace(wait=lambda: None)
+
+    spec = SimpleNamespace(
+        max_running_requests=ROWS, max_step_tokens=64, max_seq_len=80, max_queries=1 + DRAFTS,
+        model=SimpleNamespace(vocab_size=VOCAB), info=ALONE,
+    )  # fmt: skip
+    monkeypatch.setattr(runners_of_gpus, "replace", lambda spec, **changes: SimpleNamespace(**vars(spec) | changes))
+    monkeypatch.setattr(runners_of_gpus, "base_runner", lambda parts, spec: Garbage())
+    monkeypatch.setattr(runners_of_gpus, "compile_ahead", lambda progress: nullcontext())
+    monkeypatch.setattr(runners_of_gpus, "_rehearsal", lambda parts: nullcontext())
+    factory = runners_of_gpus.CudaRunners.__new__(runners_of_gpus.CudaRunners)
+    factory._spec = spec  # type: ignore[assignment]
+    factory.warm_up(made)
+    assert not (made.state.last_token.any() or made.drafting.drafts.any() or made.drafting.lengths.any())

@@ -40,6 +40,11 @@ class Drafting:
         self.history = empty(rows, max_tokens + MAX_DRAFTS)
         self.drafts = empty(rows, MAX_DRAFTS).zero_()
 
+    def forget(self) -> None:
+        """Forget the rows: no draft is out of the vocabulary."""
+        self.lengths.zero_()
+        self.drafts.zero_()
+
     def remember(self, plan: BatchPlan) -> None:
         """Apply the history records and the proposals of a plan."""
         if len(plan.histories):

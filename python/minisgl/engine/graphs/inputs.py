@@ -58,7 +58,8 @@ class StepInputs:
         def zeros(*shape: int, dtype: torch.dtype = torch.int32) -> Tensor:
             return torch.zeros(*shape, dtype=dtype, device=parts.device.torch_device)
 
-        self._in, self._turn_on_device = zeros(RING, longest), zeros(1)
+        # A blocking copy: what clears memory in the stream of the steps might run after the first copies ahead of them.
+        self._in, self._turn_on_device = self._host.to(parts.device.torch_device, copy=True), zeros(1)
         self._placed = zeros(PLACED, sum(self._room))
         self._sample_rows = zeros(samples, dtype=torch.int64)
         self._out_loc = zeros(len(parts.stores), self._room.tokens, dtype=torch.int64)

@@ -60,6 +60,10 @@ class CudaRunners:
         with _rehearsal(parts), compile_ahead(Progress("compiling kernels", "kernels", spec.info.rank == 0).update):
             for plan in plans:
                 runner.launch(plan).wait()
+        # No kernel has run, so tokens are what was in memory; the next steps would look up their embeddings.
+        parts.state.last_token.zero_()
+        if parts.drafting is not None:
+            parts.drafting.forget()
 
     def make(self, parts: Parts) -> list[Runner]:
         """Capture the graphs."""
