@@ -171,7 +171,8 @@ class CapturedRunner:
 
         def forward() -> Tensor | None:
             self._io.place(size, columns)
-            taps = dict.fromkeys(self._model.layers if self._model else (), batch.input_ids)  # replaced by the model
+            layers = () if self._model is None or size.is_plain else self._model.layers
+            taps = dict.fromkeys(layers, batch.input_ids)  # the model replaces the values
             hidden = self.parts.hidden(batch.input_ids, batch, out_loc, taps)
             if size.is_plain:
                 return self.parts.model.logits(hidden)
