@@ -32,7 +32,19 @@ from minisgl.engine.runner import EagerRunner, Parts
 from minisgl.engine.state import LogitPenalties, RowState
 from minisgl.engine.trial import trial_plan
 from minisgl.layers.linear import Stream
-from minisgl.layout import FULL, NO_INTS, NO_MASKS, PAGE_WRITE, PROPOSAL, PROPOSED, ROW_STATE, SLOT, WINDOW, Flag
+from minisgl.layout import (
+    FULL,
+    NO_INTS,
+    NO_MASKS,
+    NO_SLOTS,
+    PAGE_WRITE,
+    PROPOSAL,
+    PROPOSED,
+    ROW_STATE,
+    SLOT,
+    WINDOW,
+    Flag,
+)
 from minisgl.ops.table import load_ops
 from minisgl.params import Grammar, SamplingParams
 from minisgl.scheduler.plan import decode_flags, penalty_record, row_fields, sampling_flags
@@ -396,6 +408,19 @@ def test_large_steps_are_captured_where_layers_are_small(
 ) -> None:
     sizes = [size.tokens for size in prompt_sizes(max_tokens, 256, 1, LAUNCH_FLOPS * layers / (2 * parameters))]
     assert sizes[-1] == largest and sizes == sorted(sizes)
+
+
+def test_padding_is_no_longer_than_a_text_may_be(runners: Any) -> None:
+    """The dummy row's page table is as wide as the others'. A step is captured with nothing but padding."""
+    graphs = runners(drafts=True)[1][0]
+    for captured in graphs._graphs:
+        size = captured.size
+        for given in (NO_SLOTS, np.array([(0, 0, 1, Flag.FROM_DEVICE)], SLOT)):
+            slots = graphs._io._padded(given, size)
+            lens = slots["stop"] - slots["start"]
+            assert lens.sum() == size.tokens and not lens[-1]
+            decoding = slots[: size.shape.decodes] if size.shape.chunks else slots
+            assert (decoding["stop"] <= (0 if size.shape.chunks else size.shape.queries) + len(given)).all()
 
 
 def test_nothing_is_left_of_steps_that_only_compile(monkeypatch: pytest.MonkeyPatch) -> None:

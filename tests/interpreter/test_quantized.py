@@ -196,17 +196,20 @@ def test_a_partial_result_is_left_to_the_norm_behind(rows: int, has_bias: bool):
     assert error(total[finite], (exact + residual)[finite]) < 0.05
 
 
-@pytest.mark.parametrize("kind", FORMATS, ids=str)
-def test_any_format_reads_a_partial_result(kind: Format):
-    """Without a norm the result is finished first."""
-    weight, left = matrix(kind, 32, 384), Deferred(products(40, 384, ""))
-    residual, norm = torch.randn(40, 384).half(), torch.rand(384).half()
-    got, total = ops.add_norm_linear(left, residual.clone(), norm, 1e-6, weight)
-    whole = finish(*products(40, 384, ""))
-    want, want_total = ops.add_norm_linear(whole, residual.clone(), norm, 1e-6, weight)
-    assert torch.equal(got, want) and torch.equal(total, want_total)
-    whole = finish(*products(130, 384, ""))
-    got, want = ops.linear(Deferred(products(130, 384, "")), weight), ops.linear(whole, weight)
+@pytest.mark.parametrize(
+    ("kind", "rows"),  # torch on a CPU has no GEMM in FP8 with scales for so many rows
+    [(kind, rows) for kind in FORMATS for rows in (1, 40, 130, 300) if rows < 300 or kind.bits == 4],
+    ids=str,
+)
+def test_every_kernel_reads_a_deferred_result(kind: Format, rows: int):
+    """And a deferred residual."""
+    weight, whole = matrix(kind, 32, 384), finish(*products(rows, 384, ""))
+    residual, norm = finish(*products(rows, 384, "")._replace(bias=None)), torch.rand(384).half()
+    left = Deferred(products(rows, 384, "")._replace(bias=None))
+    got, total = ops.add_norm_linear(Deferred(products(rows, 384, "")), left, norm, 1e-6, weight)
+    want, want_total = ops.add_norm_linear(whole, residual, norm, 1e-6, weight)
+    assert torch.equal(finished(got), finished(want)) and torch.equal(finished(total), finished(want_total))
+    got, want = ops.linear(Deferred(products(rows, 384, "")), weight), ops.linear(whole, weight)
     assert torch.equal(finished(got), finished(want))
 
 

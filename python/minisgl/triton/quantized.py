@@ -314,9 +314,10 @@ def by_cublas_in_fp8(
 
 
 def by_cublas_widened(
-    x: Tensor, weight: Quantized, bias: Tensor | None, gate: str, norm: Norm | None
+    x: Result, weight: Quantized, bias: Tensor | None, gate: str, norm: Norm | None
 ) -> tuple[Result, Result]:
     """Dequantize 4-bit weights, and multiply by cuBLAS."""
+    x = finished(x)
     normed, total = normalised(x, norm)
     out = cublas_linear(normed, widen(weight, x.dtype), bias)
     return (gate_and_mul(out, gate) if gate else out), total

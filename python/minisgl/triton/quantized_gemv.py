@@ -15,7 +15,7 @@ import triton.language as tl
 from torch import Tensor, empty, empty_like
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
-from minisgl.ops.deferred import finished
+from minisgl.ops.deferred import Result, finished
 from minisgl.ops.quantized import Quantized
 from minisgl.triton.epilogue import gated
 from minisgl.triton.launch import INTERPRETED, pdl_options
@@ -284,11 +284,11 @@ def stream_config(bits: int, n_in: int, gate: str) -> StreamConfig:
 
 
 def quantized_gemv(
-    x: Tensor, weight: Quantized, bias: Tensor | None, gate: str = "", norm: Norm | None = None,
+    x: Result, weight: Quantized, bias: Tensor | None, gate: str = "", norm: Norm | None = None,
     config: StreamConfig | None = None,
 ) -> tuple[Tensor, Tensor]:  # fmt: skip
     """x [1, K] -> (out [1, N], x + residual [1, K], or x itself without a residual)."""
-    kind = weight.format
+    x, kind = finished(x), weight.format
     n_out, n_in = weight.shape[0] // (2 if gate else 1), weight.shape[1]
     out = empty((1, n_out), dtype=x.dtype, device=x.device)
     deferred, norm_weight, eps = norm or (None, None, 0.0)

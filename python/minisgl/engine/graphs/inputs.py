@@ -105,17 +105,19 @@ class StepInputs:
     def _padded(self, slots: Records, size: Size) -> Records:
         """Return the slots with those of the dummy row.
 
-        Unused slots that decode have no token where chunks of prompts follow.
+        Unused slots that decode have no token where chunks of prompts follow. Else each has as many as a row may have:
+        the dummy row is not longer than others.
         """
         decodes = int(np.count_nonzero(slots["flags"] & Flag.FROM_DEVICE))
         missing = size.tokens - int((slots["stop"] - slots["start"]).sum())
         unused = size.shape.decodes - decodes if size.shape.chunks else 0
         pads = np.zeros(self._sequences_of(size) - len(slots), SLOT)
         pads["row"], pads["flags"] = self._dummy_row, Flag.FROM_DEVICE
-        if size.is_plain:
-            pads["stop"][:-1] = 1
-        else:
+        if size.shape.chunks:
             pads["stop"][unused] = missing
+        else:
+            most = size.shape.queries
+            pads["stop"] = np.clip(missing - most * np.arange(len(pads)), 0, most)
         parts = slots[:decodes], pads[:unused], slots[decodes:], pads[unused:]
         return np.concatenate([as_words(part) for part in parts]).view(SLOT).ravel()  # records take 10 us
 

@@ -54,7 +54,7 @@ def decode_sizes(max_rows: int) -> list[Size]:
 
 
 def draft_sizes(max_rows: int, max_queries: int, large: float) -> list[Size]:
-    """Return the sizes of steps with drafts and without prompts; the last sequence takes the padding tokens.
+    """Return the sizes of steps with drafts and without prompts.
 
     `large` is the number of tokens up to which launching takes longer than computing.
     """
