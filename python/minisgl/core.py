@@ -279,7 +279,7 @@ class PromptLogprobs:
 class DraftColumns:
     """The D slots of a step that have DRAFTS, and their columns of the result."""
 
-    behind: torch.Tensor  # [T] int32, of all tokens: drafts of its row up to each, or NOT_DRAFTED
+    draft_index: torch.Tensor  # [T] int32: 0 for the newest token of a row that drafts, i for draft i; or NOT_DRAFTED
     rows: torch.Tensor  # [D] int64
     counts: torch.Tensor  # [D] int32, numbers of drafts
     columns: torch.Tensor  # [D, 1 + most drafts] int64, indices into S; those of slots with fewer repeat their last

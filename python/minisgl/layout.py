@@ -108,7 +108,7 @@ PROPOSED: Final = 17  # the most drafts of a step, and as many tokens as such a 
 PROPOSAL: Final = np.dtype([("row", "<i4"), ("first", "<i4"), ("tokens", "<i4", (PROPOSED,))])
 
 NEWEST: Final = -1  # in place of a token id: the row's newest token, which only the device knows
-NOT_DRAFTED: Final = -1  # in place of the number of drafts before a token: its row does not draft
+NOT_DRAFTED: Final = -1  # in place of a token's index among the newest and the drafts: its row does not draft
 
 MAX_DRAFT_MASKS: Final = 64  # tokens of a step that are sampled behind drafts with a mask
 MAX_DRAFT_TOKENS: Final = 1280  # of a step with drafts, besides those of prompts

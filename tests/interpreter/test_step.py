@@ -8,7 +8,7 @@ import torch
 
 from minisgl.layout import FULL, NEWEST, NOT_DRAFTED, ROW, WINDOW, words
 from minisgl.triton import step
-from minisgl.triton.step import BEHIND, END, HEAD, ID, PLACED, POSITION, RING
+from minisgl.triton.step import DRAFT_INDEX, END, HEAD, ID, PLACED, POSITION, RING
 
 PAGE, ROWS, WIDTH, DRAFTS = 4, 7, 5, 4
 
@@ -40,21 +40,21 @@ def test_place_finds_what_only_the_device_knows(counts: tuple[int, int, int]):
     at = np.cumsum([0, *room])[:3]
     used = np.concatenate([start + np.arange(count) for start, count in zip(at, counts, strict=True)])
     rows, positions = rng.integers(0, ROWS, len(used)), rng.integers(0, PAGE * WIDTH - 1, len(used))
-    behind = rng.integers(NOT_DRAFTED, DRAFTS + 1, len(used))
-    ids = np.where(behind >= 0, NEWEST, rng.integers(NEWEST, 50, len(used)))
+    index = rng.integers(NOT_DRAFTED, DRAFTS + 1, len(used))
+    ids = np.where(index >= 0, NEWEST, rng.integers(NEWEST, 50, len(used)))
     more = rng.integers(0, 50, (3, first_token))
-    slot[HEAD : parts.words] = np.concatenate([rows, ids, behind, positions, more.ravel()])
+    slot[HEAD : parts.words] = np.concatenate([rows, ids, index, positions, more.ravel()])
     out_loc, sample_rows = torch.full((2, room.tokens), -7), torch.full((room.samples,), -7)
     placed, turn = torch.full((PLACED, sum(room)), -7, dtype=torch.int32), torch.tensor([5], dtype=torch.int32)
     step.place(
         ring, turn, tables, table, last_token, lengths, drafts, placed, sample_rows, out_loc, parts, room, PAGE
     )  # fmt: skip
 
-    true = np.where(behind >= 0, lengths.numpy()[rows] - 1 + behind, positions)
+    true = np.where(index >= 0, lengths.numpy()[rows] - 1 + index, positions)
     tokens = np.where(ids >= 0, ids, last_token.numpy()[rows])
-    tokens = np.where(behind > 0, drafts.numpy()[rows, behind - 1], tokens)
+    tokens = np.where(index > 0, drafts.numpy()[rows, index - 1], tokens)
     got = placed.numpy()
-    for column, values in ((0, rows), (ID, tokens), (BEHIND, behind), (POSITION, true), (END, true + 1)):
+    for column, values in ((0, rows), (ID, tokens), (DRAFT_INDEX, index), (POSITION, true), (END, true + 1)):
         assert np.array_equal(got[column, used], values)
     samples, count = counts[0], counts[2]
     assert np.array_equal(got[4:7, used[:first_token]], more) and (got[4:7, used[first_token:]] == -7).all()

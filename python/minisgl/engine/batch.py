@@ -25,7 +25,7 @@ class Expanded:
 
     cu_query_lens: Ints  # [B + 1]
     input_ids: Ints  # [T]
-    behind: Ints  # [T], see `DraftColumns`
+    draft_index: Ints  # [T], see `DraftColumns`
     positions: Ints  # [T]
     token_rows: Ints  # [T]
     logit_tokens: Ints  # [S]
@@ -50,14 +50,14 @@ def expand(plan: BatchPlan) -> Expanded:
     positions = np.arange(lens.sum(), dtype=np.int32) + np.repeat(start - (ends - lens), lens)
     is_host_token = np.repeat((flags & Flag.FROM_DEVICE) == 0, lens)
     input_ids = np.full(len(positions), NEWEST, np.int32)
-    behind = np.full(len(positions), NOT_DRAFTED, np.int32)
+    draft_index = np.full(len(positions), NOT_DRAFTED, np.int32)
     input_ids[is_host_token] = plan.tokens
     samples = (flags & Flag.SAMPLES) != 0
     token_rows = np.repeat(row, lens)
     logit_tokens = (ends - 1)[samples]
     if plan.has_drafts:
         is_drafted = np.repeat((flags & Flag.DRAFTS) != 0, lens)
-        behind = np.where(is_drafted, positions - np.repeat(start, lens), behind)
+        draft_index = np.where(is_drafted, positions - np.repeat(start, lens), draft_index)
         is_sampled = is_drafted.copy()
         is_sampled[logit_tokens] = True
         logit_tokens = np.flatnonzero(is_sampled).astype(np.int32)
@@ -65,7 +65,7 @@ def expand(plan: BatchPlan) -> Expanded:
     return Expanded(
         cu_query_lens=np.concatenate([np.zeros(1, np.int32), ends]),
         input_ids=input_ids,
-        behind=behind,
+        draft_index=draft_index,
         positions=positions,
         token_rows=token_rows,
         logit_tokens=logit_tokens,
@@ -122,7 +122,7 @@ def make_batch(plan: BatchPlan, device: Device) -> Batch:
         x.sample_flags,
         x.mask_index,
     )
-    drafts = draft_columns(plan, x.behind, device) if plan.has_drafts else None
+    drafts = draft_columns(plan, x.draft_index, device) if plan.has_drafts else None
     return Batch(
         shape=step_shape(plan.slots),
         slots=plan.slots,
@@ -132,7 +132,7 @@ def make_batch(plan: BatchPlan, device: Device) -> Batch:
         positions=positions,
         token_rows=token_rows,
         logit_tokens=logit_tokens.long(),
-        sampling=_sampling(sampling, x.flags, None if drafts is None else drafts.behind[logit_tokens.long()]),
+        sampling=_sampling(sampling, x.flags, None if drafts is None else drafts.draft_index[logit_tokens.long()]),
         page_writes=page_writes,
         row_states=row_states,
         prompt_logprobs=_prompt_logprobs(x, plan.prompt_logprob_ids, device) if len(plan.prompt_logprob_ids) else None,
@@ -140,15 +140,15 @@ def make_batch(plan: BatchPlan, device: Device) -> Batch:
     )
 
 
-def draft_columns(plan: BatchPlan, behind: Ints, device: Device) -> DraftColumns:
-    """Return the slots with DRAFTS of a plan that has some; `behind` is that of its expansion."""
+def draft_columns(plan: BatchPlan, draft_index: Ints, device: Device) -> DraftColumns:
+    """Return the slots with DRAFTS of a plan that has some; `draft_index` is that of its expansion."""
     slots = plan.slots[(plan.slots["flags"] & Flag.SAMPLES) != 0]
     is_drafted = (slots["flags"] & Flag.DRAFTS) != 0
     first = (np.cumsum(plan.widths, dtype=np.int32) - plan.widths)[is_drafted]
     slots, counts = slots[is_drafted], plan.widths[is_drafted] - 1
     index = np.minimum(np.arange(counts.max() + 1, dtype=np.int32), counts[:, None])
-    behind_, rows, counts_, columns = device.upload(behind, slots["row"], counts, first[:, None] + index)
-    return DraftColumns(behind_, rows.long(), counts_, columns.long(), int(slots["stop"].max()) + 1)
+    draft_index_, rows, counts_, columns = device.upload(draft_index, slots["row"], counts, first[:, None] + index)
+    return DraftColumns(draft_index_, rows.long(), counts_, columns.long(), int(slots["stop"].max()) + 1)
 
 
 def make_sampling(plan: BatchPlan, index: npt.NDArray[np.intp], device: Device) -> Sampling:

@@ -29,7 +29,6 @@ if TYPE_CHECKING:
     from minisgl.engine.drafting import Drafting
     from minisgl.engine.runner import Parts
     from minisgl.layers.builder import Parameter
-    from minisgl.layout import Records
     from minisgl.ops.quantized import Format
 
 SAMPLED_ALIKE: Final = Flag.PENALIZED | Flag.FILTERED  # flags for which drafts are sampled like the target's tokens
@@ -188,21 +187,6 @@ def drafted_rows(plan: BatchPlan) -> Ints:
     slots = plan.slots[(plan.slots["flags"] & Flag.DRAFTS) != 0]
     counts = np.where(np.isin(slots["row"], plan.proposals["row"]), 0, slots["stop"] - slots["start"] - 1)
     return np.stack([slots["row"], counts, slots["flags"] & SAMPLED_ALIKE]).astype(np.int32)
-
-
-def drafted_slots(plan: BatchPlan) -> Records:
-    """Return the slots of `plan` with DRAFTS and without a proposal of the host."""
-    is_drafted = (plan.slots["flags"] & Flag.DRAFTS) != 0
-    slots: Records = plan.slots[is_drafted & ~np.isin(plan.slots["row"], plan.proposals["row"])]
-    return slots
-
-
-def draft_slots(slots: Records, start: Ints, stop: Ints, from_device: int) -> Records:
-    """Return slots for the rows of `slots` at other positions; each samples one token, like the target."""
-    slots = slots.copy()
-    slots["start"], slots["stop"] = start, stop
-    slots["flags"] = slots["flags"] & SAMPLED_ALIKE | Flag.SAMPLES | from_device
-    return slots
 
 
 def draft_spec(spec: EngineSpec) -> EngineSpec:

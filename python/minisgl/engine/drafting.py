@@ -63,9 +63,9 @@ class Drafting:
     def place(self, batch: Batch) -> Batch:
         """Return `batch`, which has drafts, with the true positions, and the tokens of its drafts."""
         assert batch.drafts is not None, "no slot has DRAFTS"
-        behind, rows, layout = batch.drafts.behind, batch.token_rows.long(), batch.layout
-        ids = torch.where(behind > 0, self.drafts[rows, (behind - 1).clamp(min=0).long()], batch.input_ids)
-        positions = torch.where(behind < 0, batch.positions, self.lengths[rows] - 1 + behind)
+        index, rows, layout = batch.drafts.draft_index, batch.token_rows.long(), batch.layout
+        ids = torch.where(index > 0, self.drafts[rows, (index - 1).clamp(min=0).long()], batch.input_ids)
+        positions = torch.where(index < 0, batch.positions, self.lengths[rows] - 1 + index)
         return replace(
             batch,
             input_ids=ids,

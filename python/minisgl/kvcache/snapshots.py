@@ -163,9 +163,9 @@ class Snapshots:
 
         It is none that a step after `retired` restores.
         """
+        may_drop = {Reason.SPARE} if reason is Reason.SPARE else {*Reason}
 
         def first() -> Node | None:
-            may_drop = {Reason.SPARE} if reason is Reason.SPARE else {*Reason}
             return next((n for n, s in self.of.items() if s.restored_in <= retired and s.reason in may_drop), None)
 
         while (node := first()) is not None and self.of[node].chances:

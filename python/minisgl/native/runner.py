@@ -13,7 +13,7 @@ import torch
 
 from minisgl.core import BatchPlan, StepResult
 from minisgl.engine.batch import make_sampling
-from minisgl.engine.draft_model import SAMPLED_ALIKE, Eagle3, draft_slots, draft_spec, drafted_slots
+from minisgl.engine.draft_model import SAMPLED_ALIKE, Eagle3, draft_spec, drafted_rows
 from minisgl.engine.pooling import base_runner
 from minisgl.engine.runner import ForwardOutput
 from minisgl.errors import ConfigError, NativeError
@@ -324,16 +324,16 @@ class _Drafter:
         is_special, number = bool((plan.sampled_flags & SAMPLED_ALIKE).any()), 0
         while self._library.draft(self._model.handle, byref(call), number):
             if is_special:
-                self._sample(drafted_slots(plan), number)
+                self._sample(plan, number)
             number += 1
 
-    def _sample(self, slots: Records, number: int) -> None:
-        """Sample draft `number` of the rows among `slots` that the library leaves to the ops in torch."""
-        slots = slots[slots["stop"] - slots["start"] - 1 > number]
-        rows = slots["row"]
-        stop = self._drafting.lengths.numpy()[rows] + number
-        slots = draft_slots(slots, stop - 1, stop, 0)
-        index = np.flatnonzero(slots["flags"] & SAMPLED_ALIKE)
+    def _sample(self, plan: BatchPlan, number: int) -> None:
+        """Sample draft `number` of the rows that the library leaves to the ops in torch."""
+        rows, counts, flags = drafted_rows(plan)
+        rows, flags = rows[counts > number], flags[counts > number]
+        slots, index = np.zeros(len(rows), SLOT), np.flatnonzero(flags)
+        slots["row"], slots["stop"] = rows, self._drafting.lengths.numpy()[rows] + number
+        slots["flags"] = flags | Flag.SAMPLES
         sampling = make_sampling(BatchPlan(0, slots), index, self._device)
         tokens = self._draft.sample(self._model.logits(len(slots))[index], sampling)
         self._drafting.drafts[sampling.rows, number] = tokens

@@ -19,13 +19,13 @@ BASE = tl.constexpr(1 << 16)  # larger than every position that is searched
 
 @triton.jit(do_not_specialize=["num_samples", "stride_history"])
 def _settle(
-    out_ptr, ids_ptr, behind_ptr, rows_ptr, cu_query_lens_ptr, lengths_ptr, history_ptr, last_token_ptr, confirmed_ptr,
-    num_samples, stride_history, BLOCK: tl.constexpr,
+    out_ptr, ids_ptr, draft_index_ptr, rows_ptr, cu_query_lens_ptr, lengths_ptr, history_ptr, last_token_ptr,
+    confirmed_ptr, num_samples, stride_history, BLOCK: tl.constexpr,
 ):  # fmt: skip
     """One program per sequence; column i of `out` is token i."""
     first = tl.load(cu_query_lens_ptr + tl.program_id(0))
     width = tl.load(cu_query_lens_ptr + tl.program_id(0) + 1) - first
-    if (width > 0) & (tl.load(behind_ptr + tl.program_id(0)) >= 0):
+    if (width > 0) & (tl.load(draft_index_ptr + tl.program_id(0)) >= 0):
         offs = tl.arange(0, BLOCK)
         row = tl.load(rows_ptr + tl.program_id(0)).to(tl.int64)
         length = tl.load(lengths_ptr + row)
@@ -45,7 +45,7 @@ def _settle(
 def settle(
     out: Tensor,
     ids: Tensor,
-    behind: Tensor,
+    draft_index: Tensor,
     rows: Tensor,
     cu_query_lens: Tensor,
     lengths: Tensor,
@@ -56,12 +56,12 @@ def settle(
     """Confirm the tokens of a step's first sequences as `Drafting.settle` does, without drafting.
 
     out [2 or more, S] int32 has, for each token of these sequences in order, the sampled token and whether its logits
-    were finite. ids [T] and cu_query_lens [B + 1] are those of the step; rows and behind [B] int32, the latter negative
-    where the row does not draft. For rows that do it writes lengths, history, last_token, and their entries of
-    `confirmed` [S].
+    were finite. ids [T] and cu_query_lens [B + 1] are those of the step. rows and draft_index are [B] int32; the latter
+    is negative where a row does not draft. For rows that do, it writes lengths, history, last_token, and their entries
+    of `confirmed` [S].
     """
     _settle[(len(cu_query_lens) - 1,)](
-        out, ids, behind, rows, cu_query_lens, lengths, history, last_token, confirmed,
+        out, ids, draft_index, rows, cu_query_lens, lengths, history, last_token, confirmed,
         out.stride(0), history.stride(0), BLOCK=BLOCK_DRAFTS, num_warps=1,
     )  # fmt: skip
 

@@ -22,10 +22,10 @@ if TYPE_CHECKING:
 RING: Final = 4
 HEAD: Final = 4  # words
 # The columns of an entry. The position of a token that drafts is not read: only the device knows it.
-ROW, ID, BEHIND, POSITION = range(4)
+ROW, ID, DRAFT_INDEX, POSITION = range(4)
 FLAGS, MASK_INDEX, TOKEN = range(4, 7)  # of what is sampled; TOKEN is its index into the step's tokens
 FIRST: Final = 4  # of a sequence: the index of its first token
-END: Final = 7  # of a placed entry: the position behind it
+END: Final = 7  # of a placed entry: the position after it
 PLACED: Final = 8  # columns
 MAX_BLOCK: Final = 1024
 
@@ -88,19 +88,19 @@ def _place(
         mask = i < total
         row = tl.load(entries_ptr + i, mask=mask, other=0)
         token = tl.load(entries_ptr + total + i, mask=mask, other=0)
-        behind = tl.load(entries_ptr + 2 * total + i, mask=mask, other=-1)
+        draft_index = tl.load(entries_ptr + 2 * total + i, mask=mask, other=-1)
         position = tl.load(entries_ptr + 3 * total + i, mask=mask, other=0)
-        length = tl.load(lengths_ptr + row, mask=behind >= 0, other=0)
-        position = tl.where(behind >= 0, length - 1 + behind, position)
+        length = tl.load(lengths_ptr + row, mask=draft_index >= 0, other=0)
+        position = tl.where(draft_index >= 0, length - 1 + draft_index, position)
         newest = tl.load(last_token_ptr + row, mask=mask & (token < 0), other=0)
-        draft = tl.load(drafts_ptr + row * stride_drafts + behind - 1, mask=behind > 0, other=0)
+        draft = tl.load(drafts_ptr + row * stride_drafts + draft_index - 1, mask=draft_index > 0, other=0)
         at = tl.where(
             i < samples, i, tl.where(i < first_token, i - samples + at_sequences, i - first_token + at_tokens)
         )
         ptrs = placed_ptr + at
         tl.store(ptrs, row, mask=mask)
-        tl.store(ptrs + stride, tl.where(token >= 0, token, tl.where(behind > 0, draft, newest)), mask=mask)
-        tl.store(ptrs + 2 * stride, behind, mask=mask)
+        tl.store(ptrs + stride, tl.where(token >= 0, token, tl.where(draft_index > 0, draft, newest)), mask=mask)
+        tl.store(ptrs + 2 * stride, draft_index, mask=mask)
         tl.store(ptrs + 3 * stride, position, mask=mask)
         for column in tl.static_range(3):
             value = tl.load(more_ptr + column * first_token + i, mask=i < first_token, other=0)

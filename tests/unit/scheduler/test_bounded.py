@@ -76,7 +76,7 @@ def test_a_prompt_is_captured_where_it_parts_from_one_that_waits(kinds: list[Bou
 def test_spare_snapshots_let_the_second_of_two_prompts_begin_late(
     kinds: list[Bounded], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """They are in nobody's way, and stay once they are used."""
+    """Only they are dropped for another spare one, and one that was used counts as shared."""
     monkeypatch.setattr(bounded, "EVERY", 16)
     h, text = harness(kinds), list(range(1, 75))
     assert hit_of(h, [*text[:60], 7, 7]) == 0

@@ -14,7 +14,7 @@ from minisgl.engine.batch import expand
 from minisgl.layout import FULL, NEWEST, NO_SLOTS, NOT_DRAFTED, PAGE_WRITE, ROW_STATE, SLOT, Flag, as_words, words
 from minisgl.rounding import round_up
 from minisgl.triton import drafts, step
-from minisgl.triton.step import BEHIND, END, FIRST, FLAGS, HEAD, ID, MASK_INDEX, PLACED, POSITION, RING, ROW, TOKEN
+from minisgl.triton.step import DRAFT_INDEX, END, FIRST, FLAGS, HEAD, ID, MASK_INDEX, PLACED, POSITION, RING, ROW, TOKEN
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -87,14 +87,14 @@ class StepInputs:
         more_at = HEAD + 4 * sum(counts)
         entries, more = slot[HEAD:more_at].reshape(4, -1), slot[more_at : counts.words].reshape(3, -1)
         at, count, first_token = x.logit_tokens, len(x.logit_tokens), columns + len(slots)
-        entries[:, :count] = x.sample_rows, x.input_ids[at], x.behind[at], x.positions[at]
+        entries[:, :count] = x.sample_rows, x.input_ids[at], x.draft_index[at], x.positions[at]
         entries[:, count:columns] = np.array([[self._dummy_row], [NEWEST], [NOT_DRAFTED], [0]])
         more[:, :count] = x.sample_flags, x.mask_index, at
         more[:, count:columns] = 0
         last = np.where((slots["flags"] & Flag.DRAFTS) != 0, slots["stop"] - slots["start"] - 1, NOT_DRAFTED)
-        entries[:, columns:first_token] = slots["row"], last, last, slots["stop"] - 1
+        entries[:, columns:first_token] = slots["row"], last, last, slots["stop"] - 1  # nobody reads their tokens
         more[0, columns:] = x.cu_query_lens[:-1]
-        entries[:, first_token:] = x.token_rows, x.input_ids, x.behind, x.positions
+        entries[:, first_token:] = x.token_rows, x.input_ids, x.draft_index, x.positions
         stop = counts.words
         for records in (plan.page_writes, plan.row_states):
             start, stop = stop, stop + records.nbytes // 4
@@ -171,7 +171,7 @@ class StepInputs:
             row_flags=x[FLAGS],
             mask_index=x[MASK_INDEX],
             flags=flags,
-            drafted=x[BEHIND] if has_drafts else None,
+            drafted=x[DRAFT_INDEX] if has_drafts else None,
             inputs=x[ID] if has_drafts else None,
         )
 
@@ -184,7 +184,7 @@ class StepInputs:
         lines = out.new_zeros(2, samples + 1)  # the last column is for unused slots
         lines[0] = 1
         state = drafting.lengths, drafting.history, drafting.last_token
-        drafts.settle(out, self._tokens[ID], x[BEHIND], rows, cu_query_lens, *state, lines[0])
+        drafts.settle(out, self._tokens[ID], x[DRAFT_INDEX], rows, cu_query_lens, *state, lines[0])
         rows, longest = rows.long(), drafting.history.shape[1]
         found, ready = drafting.drafter.propose(drafting.history, rows, drafting.lengths[rows], longest)
         drafting.drafts[rows] = found
