@@ -131,8 +131,7 @@ def main() -> None:
         spec = resolve(config, args.device)
         engine = Engine(spec, create_device(args.device), Group(spec.info))
         print(f"{args.shape}: the engine started in {time.perf_counter() - start:.1f} s")
-    for tensor in engine.parts.stores[0].tensors:
-        tensor.zero_()  # keys were never written
+    engine.parts.store.memory.zero_()  # keys were never written
     for count in counts:
         kinds = [name for name in KINDS if count > 1 or "one of" not in name]
         figures: dict[str, list[tuple[float, float]]] = {name: [] for name in kinds}

@@ -18,6 +18,7 @@ from typing import Any
 import numpy as np
 
 from minisgl.core import BatchPlan, StepResult
+from minisgl.kvcache.arena import Blocks
 from minisgl.message import UserMsg, ids_to_bytes
 from minisgl.params import Limits, SamplingParams
 from minisgl.scheduler.io import OfflineIO
@@ -74,7 +75,7 @@ class InstantEngine:
     limits = Limits(max_model_len=16_384, vocab_size=150_000)
 
     def __init__(self, rows: int, page_size: int, num_pages: int, drafts: int, acceptance: float) -> None:
-        self.max_running_requests, self.page_size, self.num_pages = rows, page_size, num_pages
+        self.max_running_requests, self.page_size, self.blocks = rows, page_size, Blocks(num_pages)
         self._drafts, self._acceptance, self._noise = drafts, acceptance, np.random.default_rng(0)
 
     def step_costs(self) -> None:

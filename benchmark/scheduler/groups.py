@@ -1,13 +1,11 @@
 """What windows and recurrent states cost and gain in memory, by simulation: `python benchmark/scheduler/groups.py`.
 
-The scheduler runs on an engine that answers at once. Memory is split by --context-tokens L: a request is L tokens of
-FULL, the window pages of its row, and a slot.
+The scheduler runs on an engine that answers at once.
 
 hits     prompt tokens computed with all pages in FULL (a prompt goes on from any page boundary), and with snapshots, in
          the same memory. Conversations as in `benchmark/tiers.py`; prompts that share one of some system prompts, whose
          end the tokenizer tells or does not; prompts that part within a text
-walls    requests that run at once when more are waiting, with L as given, with the L that is best for the mix, and if
-         all memory served any group
+rows     requests that run at once when more are waiting, and as many as would fill the memory
 """
 
 from __future__ import annotations
@@ -15,12 +13,13 @@ from __future__ import annotations
 import argparse
 import os
 import random
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from typing import NamedTuple
 
 import numpy as np
 from bench import InstantEngine
 
+from minisgl.kvcache.arena import Blocks, divide
 from minisgl.kvcache.snapshots import Bounded, ids_per_row
 from minisgl.layout import STATE, WINDOW
 from minisgl.message import UserMsg, ids_to_bytes
@@ -50,26 +49,17 @@ class Model(NamedTuple):
         pages = ids_per_row(self.window, PAGE) if self.window else 0
         return pages * PAGE * self.window_token + self.slot
 
-    def context_tokens(self) -> int:
-        """Return the L that loses least, in the worst case, between 1K and 32K."""
-        b = self.row_bytes / self.token
-        return int((1024 + b) * 32768 / (32768 + b))
-
-    def engine(self, context: int) -> Engine:
-        """Return an engine whose memory is split for requests of `context` tokens."""
-        reserve = CHUNK * self.window_token
-        count = (self.memory - reserve) / (context * self.token + self.row_bytes)
-        bounded = []
-        if self.window:
-            pages = int(count * ids_per_row(self.window, PAGE)) + CHUNK // PAGE
-            bounded.append(Bounded(WINDOW, pages, self.window))
-        if self.slot:
-            bounded.append(Bounded(STATE, int(count)))
-        return Engine(int(count * context) // PAGE, bounded)
+    def engine(self) -> Engine:
+        """Return an engine whose memory any group may take, in blocks."""
+        slot = [self.slot] if self.slot else []
+        size, pages = divide((PAGE * self.token, PAGE * self.window_token, *slot))
+        bounded = [Bounded(WINDOW, self.window)] if self.window else []
+        bounded += [Bounded(STATE)] if self.slot else []
+        return Engine(Blocks(self.memory // size, pages), bounded)
 
     def engine_of_full(self) -> Engine:
         """Return an engine that keeps windows like the other pages: there are no snapshots."""
-        return Engine(self.memory // (self.token + self.window_token) // PAGE, [])
+        return Engine(Blocks(self.memory // (self.token + self.window_token) // PAGE), [])
 
 
 GIB = 1 << 30
@@ -89,9 +79,9 @@ MODELS = {
 class Engine(InstantEngine):
     limits = Limits(max_model_len=65_536, vocab_size=150_000)
 
-    def __init__(self, num_pages: int, bounded: list[Bounded]) -> None:
-        super().__init__(1024, PAGE, num_pages, 0, 0.0)
-        self.bounded = bounded
+    def __init__(self, blocks: Blocks, bounded: list[Bounded]) -> None:
+        super().__init__(1024, PAGE, 1, 0, 0.0)
+        self.blocks, self.bounded = blocks, bounded
 
 
 class Server:
@@ -195,10 +185,10 @@ TRAFFIC = {
 }
 
 
-def hits(model: Model, context: int) -> None:
+def hits(model: Model) -> None:
     for name, run in TRAFFIC.items():
         computed = []
-        for engine in (model.engine_of_full(), model.engine(context)):
+        for engine in (model.engine_of_full(), model.engine()):
             server = Server(engine)
             run(server)
             computed.append(server.scheduler.stats.computed_prompt_tokens)
@@ -207,7 +197,7 @@ def hits(model: Model, context: int) -> None:
         print(f"hits   {name:36} of {total:9,} tokens {computed[0]:9,} computed, {computed[1]:9,} now: {rate:+.1%}")
 
 
-# -- walls
+# -- rows
 
 MIXES: dict[str, Callable[[random.Random], int]] = {
     "1K": lambda rng: 1024,
@@ -235,39 +225,28 @@ def rows_at_once(engine: Engine, draw: Callable[[random.Random], int]) -> float:
     return float(np.median(counts)) if counts else float("nan")
 
 
-def splits(model: Model, mean: float) -> Iterator[float]:
-    yield from (mean * factor for factor in (0.7, 0.85, 1.0, 1.2, 1.5))
-
-
-def walls(model: Model, context: int) -> None:
+def rows(model: Model) -> None:
     for name, draw in MIXES.items():
         rng = random.Random(4)
         mean = float(np.mean([draw(rng) for _ in range(2000)]))
-        perfect = (model.memory - CHUNK * model.window_token) / (mean * model.token + model.row_bytes)
-        given = rows_at_once(model.engine(context), draw)
-        best = max((rows_at_once(model.engine(int(split)), draw), split) for split in splits(model, mean))
-        print(
-            f"walls  {name:28} L {context:6} {given:5.0f} rows ({given / perfect:.2f}), L {best[1]:6.0f} {best[0]:5.0f}"
-            f" ({best[0] / perfect:.2f}), one arena {perfect:5.0f}"
-        )
+        most = (model.memory - CHUNK * model.window_token) / (mean * model.token + model.row_bytes)
+        found = rows_at_once(model.engine(), draw)
+        print(f"rows   {name:28} {found:5.0f} of {most:5.0f} ({found / most:.2f})")
 
 
 def main() -> None:
     os.environ["MINISGL_CHECK"] = "0"
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--model", choices=MODELS, default="gemma-3-27b")
-    parser.add_argument("--context-tokens", type=int)
-    parser.add_argument("--only", choices=("hits", "walls"))
+    parser.add_argument("--only", choices=("hits", "rows"))
     args = parser.parse_args()
     model = MODELS[args.model]
-    context = args.context_tokens or model.context_tokens()
-    engine = model.engine(context)
-    full = engine.num_pages * PAGE
-    print(f"{model.name}: L {context}, {full:,} tokens in FULL, {engine.bounded}, {model.row_bytes / 1e6:.0f} MB a row")
-    if args.only != "walls":
-        hits(model, context)
+    engine = model.engine()
+    print(f"{model.name}: {engine.blocks}, {engine.bounded}, {model.row_bytes / 1e6:.0f} MB a row")
+    if args.only != "rows":
+        hits(model)
     if args.only != "hits":
-        walls(model, context)
+        rows(model)
 
 
 if __name__ == "__main__":

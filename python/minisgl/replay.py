@@ -174,7 +174,7 @@ class _ReplayingScheduler(Scheduler):
         clock = lambda: self._answers.entry.now  # noqa: E731
         super().__init__(header.config, self._device, self._channels, self._answers, clock=clock)
         limits = msgspec.structs.replace(header.limits, vocab_size=2**31)  # hashes may stand for token ids
-        self.admission = Admission(header.config, limits, header.num_pages * header.page_size)
+        self.admission = Admission(header.config, limits, self.cache.arena.most_pages * header.page_size)
 
     def replay(self, entry: Entry) -> None:
         """Run one step. Raises `ReplayError` if its plan differs from the record."""

@@ -191,13 +191,13 @@ def test_snapshots_find_what_pages_find(monkeypatch: pytest.MonkeyPatch) -> None
     model = MODELS["gemma-3-27b"]
     traffic = [conversations(8, 3, 300, 16), conversations(48, 6, 300, 200), shared(32, 1000, 300, 400, True)]
     for run in traffic:
-        servers = [Server(engine) for engine in (model.engine_of_full(), model.engine(model.context_tokens()))]
+        servers = [Server(engine) for engine in (model.engine_of_full(), model.engine())]
         for server in servers:
             run(server)
         before, now = (server.scheduler.stats.computed_prompt_tokens for server in servers)
         assert now <= 1.05 * before
     small = model._replace(memory=model.memory // 8)
-    assert rows_at_once(small.engine(8192), lambda rng: 8192) == 5
+    assert rows_at_once(small.engine(), lambda rng: 8192) == 5
 
 
 @pytest.mark.slow

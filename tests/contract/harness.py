@@ -18,6 +18,7 @@ from minisgl.engine import batch as engine_batch
 from minisgl.engine.runner import EagerRunner, Parts
 from minisgl.engine.state import LogitPenalties, RowState
 from minisgl.kvcache.store import StateStore
+from minisgl.layout import FULL
 from minisgl.models.llama import LlamaForCausalLM
 from minisgl.models.model_config import ModelConfig
 from minisgl.models.weight import load_model
@@ -68,13 +69,13 @@ class MiniEngine(Stepper):
         store = StateStore(page_size, dtype, CPU)
         store.add(model.states)
         store.allocate(num_pages)
-        store.poison(range(num_pages))
+        store.memory.fill_(0xFF)  # NaN
         state = RowState(ROWS, -(-config.max_position_embeddings // page_size), CPU)
         # Unmapped entries point at an unowned page: reading them would show up as NaN.
-        state.page_tables.fill_(num_pages - 1)
+        state.page_tables.fill_(store.dummy(FULL))
         specs = [AttentionSpec("cpu", dtype, kind, page_size, ROWS) for kind in model.mixers]
         kinds = resolve_attention(attention, specs, table)
         penalties = LogitPenalties(ROWS, config.vocab_size, 8, DEVICE)
         vocab = VocabParallel(comm, config.vocab_size)
-        parts = Parts(DEVICE, table, model, (store,), kinds, state, penalties, comm, vocab)
-        return cls(EagerRunner(parts), num_pages - 1)
+        parts = Parts(DEVICE, table, model, store, kinds, state, penalties, comm, vocab)
+        return cls(EagerRunner(parts))

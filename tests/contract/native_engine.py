@@ -31,12 +31,11 @@ class NativeEngine:
         (runner,) = self.engine.runners
         assert isinstance(runner, NativeRunner), "the native step is not there"
         self.runner = runner
-        for store in self.engine.parts.stores:
-            for tensor in store.tensors:
-                tensor.view(torch.uint8).fill_(0xFF)  # NaN in every type
+        store = self.engine.parts.store
+        store.memory.fill_(0xFF)  # NaN in every type
         self.size = self.engine.page_size
         rng = np.random.default_rng(0)
-        self.free = [rng.permutation(count).tolist() for count in self.engine.memory.num_pages]
+        self.free = [rng.permutation(ids).tolist() for ids in store.blocks.spread()]
         self.maps: list[list[list[int]]] = [[[] for _ in range(ROWS)] for _ in self.free]
         self.mapped = self.maps[FULL]
 

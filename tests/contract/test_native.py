@@ -165,18 +165,18 @@ def test_a_cache_of_8_bits(tmp_path: Path, isa: str, shape: str, page_size: int)
     for spans in steps:
         plain.step(spans)
         assert_close(engine.step(spans), eager.logits_of(engine.plan), 0.01)
-    group = engine.engine.parts.model.states[0].spec.group
-    pages, (data, scales) = plain.maps[group][0], engine.engine.parts.stores[group].tensors
-    (plain_data,) = plain.engine.parts.stores[group].tensors
+    first, plain_first = (e.engine.parts.model.states[0] for e in (engine, plain))
+    group = first.spec.group
+    pages, data, scales = plain.maps[group][0], first.pages.data, first.pages.scale
     assert pages == engine.maps[group][0]
     for i, page in enumerate(pages):
         used = min(page_size, len(A) - i * page_size)
-        keys, values = plain_data[0, page]  # [heads, dim, page] and [heads, page, dim] in float32
+        keys, values = plain_first.pages[page]  # [heads, dim, page] and [heads, page, dim] in float32
         for which, rows in enumerate((keys.reshape(len(keys), -1, page_size).transpose(1, 2), values)):
             want, scale = round_fp8(rows[:, :used].flatten(0, 1), 0)
-            got = data[0, page, which]
+            got = data[page, which]
             got = got.reshape(len(keys), -1, page_size).transpose(1, 2) if which == 0 else got
-            assert torch.equal(scales[0, page, which, :, :used].flatten(), scale.flatten())
+            assert torch.equal(scales[page, which, :, :used].flatten(), scale.flatten())
             assert torch.equal(got[:, :used].reshape(want.shape).view(torch.uint8), want.view(torch.uint8))
 
 
@@ -309,7 +309,7 @@ def test_a_row_that_is_not_finite_is_told(tmp_path: Path, isa: str):
     engine = NativeEngine.load(checkpoint.folder)
     engine.step([Span(0, 0, A), Span(1, 0, B)])
     page = engine.mapped[0][-1]
-    engine.engine.parts.stores[0].poison([page])
+    engine.engine.parts.store.poison([page])
     engine.step([Span(0, 90, [1]), Span(1, 37, [1])])
     assert engine.ok.tolist() == [0, 1] and engine.tokens[0] == 0
 
@@ -331,7 +331,7 @@ def test_amx_tiles_are_used_right():
 
 def runner_of(folder: Path) -> object:
     return Engine.from_config(
-        EngineConfig(model=str(folder), device="cpu", num_pages=8, threads=1), 64, Group(ALONE)
+        EngineConfig(model=str(folder), device="cpu", num_pages=64, threads=1), 64, Group(ALONE)
     ).runners[-1]
 
 

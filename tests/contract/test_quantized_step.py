@@ -141,7 +141,7 @@ def test_a_number_that_is_not_finite_is_told(tmp_path: Path, isa: str, quantizat
     checkpoint = save(tmp_path / "a", MODELS["int4"]["qwen3-tied-wide-heads"])
     engine = NativeEngine.load(checkpoint.folder, quantization=quantization)
     engine.step([Span(0, 0, A), Span(1, 0, B)])
-    engine.engine.parts.stores[0].poison([engine.mapped[0][-1]])
+    engine.engine.parts.store.poison([engine.mapped[0][-1]])
     engine.step([Span(0, 90, [1]), Span(1, 37, [1])])
     assert engine.ok.tolist() == [0, 1]
     with torch.no_grad():

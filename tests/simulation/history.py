@@ -26,7 +26,7 @@ from minisgl.api.http import DROP, HEADERS, RAW_SEND
 from minisgl.api.replies import failure_event
 from minisgl.api.responses import response_to
 from minisgl.core import FinishReason
-from minisgl.errors import RequestError
+from minisgl.errors import InvariantError, RequestError
 from minisgl.kvcache.tiers import TierSpec
 from minisgl.message import (
     AbortMsg,
@@ -38,6 +38,7 @@ from minisgl.message import (
     ids_from_bytes,
 )
 from minisgl.params import Grammar, SamplingParams
+from minisgl.scheduler.check import check_idle
 from minisgl.settings.options import EngineConfig
 from simulation.server import (
     BYTES,
@@ -163,7 +164,7 @@ class History:
             vocab=self.vocab,
             late=rng.choice((1, 3)),
             tiers=tiers,
-            bounded=random_bounded(kinds, seed, page_size),
+            **random_bounded(kinds, seed, page_size),
         )
 
         def make_engine() -> FakeEngine:
@@ -403,11 +404,11 @@ class History:
         replicas = server.http._replicas
         for name in server.schedulers if replicas is None else replicas.schedulers.values():
             s = server.schedulers[name]
-            if s.is_busy or s.leaving or s.cache.available != s.cache.num_pages or s.rows.available != s.rows.num_rows:
-                self.problems.append(
-                    f"left in the scheduler: {list(s.live.values())}, {s.cache.available} of {s.cache.num_pages} "
-                    f"pages, {s.rows.available} of {s.rows.num_rows} rows"
-                )
+            self._once(not s.is_busy, f"left in the scheduler: {list(s.live.values())}")
+            try:
+                check_idle(s)
+            except InvariantError as e:
+                self.problems.append(str(e))
         left = [len(r.requests) for r in server.frontend.dispatcher.router.replicas.values()]
         self._once(not any(left), f"requests are left in the router: {left}")
         for name, entries in [*((n, w.entries) for n, w in server.workers.items()), ("API", server.frontend.entries)]:

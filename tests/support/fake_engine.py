@@ -7,11 +7,12 @@ newer steps have been launched: pages that the host frees too early are read as 
 slots of tiers run as early or as late as they may, at random.
 
 With bounded state, windowed layers store the tokens in pages of their own, and read a window. A recurrent layer keeps a
-checksum in the row's slot. Both must agree with the text.
+checksum in the row's slot. Both must agree with the text. All pages are in one memory, in which blocks change hands.
 """
 
 from __future__ import annotations
 
+import math
 import random
 import zlib
 from collections.abc import Callable, Sequence
@@ -21,9 +22,10 @@ from functools import partial
 import numpy as np
 
 from minisgl.core import BatchPlan, StepCosts, StepResult
+from minisgl.kvcache.arena import Blocks
 from minisgl.kvcache.snapshots import Bounded, IdPool
 from minisgl.kvcache.tiers import TierSpec
-from minisgl.layout import FULL, LOAD, STATE, WINDOW, Flag
+from minisgl.layout import FULL, LOAD, STATE, Flag
 from minisgl.params import Limits
 from minisgl.scheduler.cache import CacheManager
 from support.fake_grammar import FakeMatcher
@@ -115,13 +117,25 @@ class FakeEngine:
         costs: StepCosts | None = None,
         tiers: Sequence[TierSpec] = (),
         bounded: Sequence[Bounded] = (),
+        room: Sequence[int] = (),
+        per_block: tuple[int, ...] = (1, 1, 1),
     ) -> None:
-        self.num_pages, self.page_size, self.max_running_requests = num_pages, page_size, rows
+        """There are blocks for `num_pages` pages of FULL and for `room` of each of `bounded`; any may take them."""
+        count = num_pages // per_block[FULL]
+        count += sum(-(-pages // per_block[b.group]) for b, pages in zip(bounded, room, strict=True))
+        self.blocks = Blocks(count, per_block)
+        self.page_size, self.max_running_requests = page_size, rows
         self.limits = Limits(max_model_len=max_model_len, vocab_size=vocab)
         self.eos_token_ids = frozenset({EOS})
         self.vocab, self.late, self.costs = vocab, late, costs
         self.seconds = 0.0  # what the batches that were executed took, according to `costs`
-        self.kv = np.full((num_pages, page_size), POISON, np.int64)
+        # A block of words for as many pages as any group has in it, and one block that nobody owns.
+        width = max(2, page_size)
+        memory = np.full((self.blocks.count + 1, math.lcm(*per_block) * width), POISON, np.int64)
+        self.kv, self.windows, self.states = (
+            memory.reshape(memory.shape[0] * pages, -1)[:, :used]
+            for pages, used in zip(per_block, (page_size, page_size, 2), strict=True)
+        )
         self.page_table = np.full((rows, -(-max_model_len // page_size)), -1, np.int64)
         self.last_token = np.full(rows, POISON, np.int64)
         self.length = np.full(rows, POISON, np.int64)
@@ -131,11 +145,9 @@ class FakeEngine:
         self.num_right = 0
         self.tiers = [*tiers]
         self.bounded = [*bounded]
-        sizes = {b.group: b.capacity for b in bounded}
-        self.window, self.has_state = max((b.window for b in bounded), default=0), STATE in sizes
-        self.windows = np.full((sizes.get(WINDOW, 0) + 1, page_size), POISON, np.int64)  # the last page is unowned
+        self.window = max((b.window for b in bounded), default=0)
+        self.has_state = any(b.group == STATE for b in bounded)
         self.window_table = np.full_like(self.page_table, -1)
-        self.states = np.full((sizes.get(STATE, 0) + 1, 2), POISON, np.int64)  # number of tokens, and their checksum
         self.slot_of = np.full(rows, -1)
         self.num_copies = [0, 0]  # restores and captures of snapshots
         self.slots: list[dict[int, tuple[int, np.ndarray]]] = [{} for _ in tiers]  # slot -> (name, page)

@@ -286,7 +286,10 @@ void copy_weight(u32 to, const Map& map, int column, int block, u32 barrier, u64
     copy_box(*own_cta(), to, map, {column, 0, 0, block}, barrier);
 }
 void copy_tile(u32 to, const Map& map, int row, int page, u32 barrier, u64) {  // of `decode.cu`
-    copy_box(*own_cta(), to, map, {0, row, 2 * page}, barrier);
+    copy_box(*own_cta(), to, map, {0, row, 0, page}, barrier);
+}
+void copy_keys(u32 to, const Map& map, int row, int page, u32 barrier) {  // of `prefill.cu`
+    copy_box(*own_cta(), to, map, {0, row, 0, page}, barrier);
 }
 void copy_box(u32 to, const Map& map, int x, int y, int z, u32 barrier) {  // of `prefill.cu`
     copy_box(*own_cta(), to, map, {x, y, z}, barrier);

@@ -58,9 +58,13 @@ class LateDevice(CpuDevice):
     def submit(self, work: Callable[[], torch.Tensor], flops: float) -> Pending:
         while self.pending:
             self.pending.pop(0).run()
-        self.pending.append(LateWork(self, work, self.joined))
+        late = LateWork(self, work, self.joined)
         self.joined = []
-        return self.pending[-1].wait
+        if flops:
+            self.pending.append(late)
+        else:  # copies for a snapshot: what they read may be given back, and poisoned, with the result of their step
+            late.run()
+        return late.wait
 
     def copy(self, work: Callable[[], None], *, is_load: bool, after: Sequence[Copying]) -> Copying:
         before = [self.newest[is_load]] if is_load in self.newest else []

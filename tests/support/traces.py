@@ -7,6 +7,7 @@ import random
 from collections import Counter
 from collections.abc import Sequence
 from functools import partial
+from typing import Any
 
 import numpy as np
 
@@ -16,6 +17,7 @@ from minisgl.kvcache.tiers import TierSpec
 from minisgl.layout import STATE, WINDOW
 from minisgl.message import AbortMsg, UserMsg, ids_from_bytes, ids_to_bytes
 from minisgl.params import Grammar, SamplingParams
+from minisgl.scheduler.check import check_idle
 from minisgl.scheduler.grammars import Grammars
 from minisgl.scheduler.io import OfflineIO
 from minisgl.scheduler.scheduler import Scheduler
@@ -123,10 +125,7 @@ class Harness:
 
     def check_no_leak(self) -> None:
         s = self.scheduler
-        assert s.cache.available == s.cache.num_pages
-        assert s.cache.prefix.protected_size == 0
-        assert s.rows.available == s.rows.num_rows
-        assert not s.leaving
+        check_idle(s)
 
     def check_outputs(self) -> None:
         """Check that finished requests have the text of their solo run, and aborted ones a prefix of it."""
@@ -135,8 +134,8 @@ class Harness:
                 continue
             limit = params.max_tokens
             if limit is None:
-                limit = min(self.engine.limits.max_model_len, self.engine.num_pages * self.engine.page_size + 1)
-                limit -= len(prompt)
+                pages = self.scheduler.cache.arena.most_pages
+                limit = min(self.engine.limits.max_model_len, pages * self.engine.page_size + 1) - len(prompt)
             matcher = None
             if params.grammar is not None and params.grammar.text == "bad":
                 assert self.endings[uid] is FinishReason.ABORT and not self.outputs[uid]
@@ -193,7 +192,7 @@ def run_random_trace(
         costs=costs,
         late=rng.choice((1, 3)),
         tiers=tiers,
-        bounded=random_bounded(bounded, seed, page_size),
+        **random_bounded(bounded, seed, page_size),
     )
 
     def make_engine() -> FakeEngine:
@@ -244,13 +243,18 @@ def run_random_trace(
     return h, Counter(h.endings.values())
 
 
-def random_bounded(kinds: str, seed: int, page_size: int) -> list[Bounded]:
-    """Return bounded state of these `kinds`, "window" and "state", with and without room for snapshots."""
+def random_bounded(kinds: str, seed: int, page_size: int) -> dict[str, Any]:
+    """Return options of a `FakeEngine` with bounded state of these `kinds`, "window" and "state".
+
+    There is room for them, and for snapshots or not.
+    """
     rng, window = random.Random(seed), random.Random(seed).choice((1, 3, 8, 20))
     pages = ids_per_row(window, page_size)
-    pages = rng.choice((pages, 2 * pages + 4, 6 * pages, 9 * pages))
-    both = Bounded(WINDOW, pages, window), Bounded(STATE, rng.choice((1, 2, 5, 20)))
-    return [bounded for bounded, kind in zip(both, ("window", "state"), strict=True) if kind in kinds]
+    pages = rng.choice((2 * pages, 3 * pages + 4, 6 * pages, 9 * pages))
+    each = {"window": (Bounded(WINDOW, window), pages), "state": (Bounded(STATE), rng.choice((1, 2, 5, 20)))}
+    chosen = [found for kind, found in each.items() if kind in kinds]
+    per_block = rng.choice(((1, 1, 1), (5, 1, 1), (1, 3, 1), (6, 2, 1))) if kinds else (1, 1, 1)
+    return {"bounded": [b for b, _ in chosen], "room": [n for _, n in chosen], "per_block": per_block}
 
 
 def digest_of_plans() -> str:

@@ -50,7 +50,8 @@ class _Block:
 class _Group:
     """Sequences whose pages are gathered together."""
 
-    index: Tensor  # [n] int64, rows of the layer's pages viewed as [P * 2 * Hk, page * D]
+    pages: Tensor  # [n] int64
+    heads: Tensor  # [n] int64, of [2, Hk] in a page
     gathered: Tensor  # [n, page * D]
     blocks: list[_Block]
 
@@ -75,21 +76,21 @@ class CpuAttention(AttentionBackend):
         groups = _split([n * heads for n in num_pages], GATHER_BYTES // row_bytes)
         band = _mask_band(query_lens, kv_lens, window, dtype)
         self._reserve(max(sum(num_pages[s] for s in group) for group in groups) * heads)
-        head = np.arange(heads)[:, None]
         result = []
         for group in groups:
-            index = []
+            gathered = []
             blocks = []
             first = 0
             for s in group:
                 pages = table[rows[s], first_page[s] : first_page[s] + num_pages[s]]
-                index.append((pages * np.int64(heads) + head).reshape(-1))
-                kv = self._scratch[first : first + len(index[-1])]
+                gathered.append(np.array(np.broadcast_arrays(pages, np.arange(heads)[:, None])).reshape(2, -1))
+                kv = self._scratch[first : first + pages.size * heads]
                 kv = kv.view(2, 1, kind.kv_heads, num_pages[s] * page_size, kind.head_dim)
                 skipped = first_page[s] * page_size
                 blocks += _blocks(kv, starts[s], query_lens[s], kv_lens[s] - skipped, window, band)
-                first += len(index[-1])
-            result.append(_Group(torch.from_numpy(np.concatenate(index)), self._scratch[:first], blocks))
+                first += pages.size * heads
+            index = torch.from_numpy(np.concatenate(gathered, 1))
+            result.append(_Group(index[0], index[1], self._scratch[:first], blocks))
         return _Step(self.ops, batch, page_table, out_loc, kind.scale, result)
 
     def _reserve(self, rows: int) -> None:
@@ -106,18 +107,16 @@ class _Step(StepAttention):
     groups: list[_Group]
 
     def forward(self, q: Tensor, pages: Pages) -> Tensor:
-        data = pages.data.view(torch.uint8) if isinstance(pages, QuantizedPages) else pages
-        rows = data.view(-1, data.shape[3] * data.shape[4])
         q_1HTD = q.transpose(0, 1).unsqueeze(0)
         is_half = q.dtype.itemsize == 2
         outs = []
         for group in self.groups:
             if isinstance(pages, QuantizedPages):
-                scale = pages.scale.flatten(0, 2).index_select(0, group.index)
-                floats = rows.index_select(0, group.index).view(E4M3).view(*scale.shape, -1).float()
+                scale = _gather(pages.scale, group)
+                floats = _gather(pages.data.view(torch.uint8), group).view(E4M3).view(*scale.shape, -1).float()
                 group.gathered.view_as(floats).copy_(floats * scale.unsqueeze(2))
             else:
-                torch.index_select(rows, 0, group.index, out=group.gathered)
+                _gather(pages, group, group.gathered)
             for b in group.blocks:
                 q_block = q_1HTD[:, :, b.start : b.stop]
                 outs.append(self._half_decode(q_block, b) if is_half and b.is_decode else self._attend(q_block, b))
@@ -142,6 +141,14 @@ class _Step(StepAttention):
             q = q.expand(-1, -1, 2, -1)
         out = F.scaled_dot_product_attention(q, b.k, b.v, scale=self.scale)
         return out[:, :, :size].reshape(1, -1, 1, head_dim)
+
+
+def _gather(x: Tensor, group: _Group, out: Tensor | None = None) -> Tensor:
+    """Return what the heads of a group have in their pages, from x [P, 2, Hk, ...] -> [n, ...] in two dimensions."""
+    width = x[0, 0, 0].numel()
+    # Rows begin at each element, since the distance between pages need not be a multiple of a row.
+    rows = x.as_strided(((len(x) - 1) * x.stride(0) + x[0].numel() - width + 1, width), (1, 1))
+    return torch.index_select(rows, 0, group.pages * x.stride(0) + group.heads * width, out=out)
 
 
 def _mask_band(query_lens: list[int], kv_lens: list[int], window: Window, dtype: torch.dtype) -> Tensor | None:

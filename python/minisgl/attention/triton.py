@@ -10,7 +10,7 @@ import torch
 from triton import next_power_of_2
 
 from minisgl.attention.backend import AttentionBackend, StepAttention
-from minisgl.ops.quantized import Pages, QuantizedPages, data_and_scale
+from minisgl.ops.quantized import Pages, QuantizedPages, data_and_scale, page_strides
 from minisgl.rounding import ceil_div
 from minisgl.triton.attention_decode import BEGINS, PART, PLAN_ROWS, decode_attention, plan_decode
 from minisgl.triton.attention_prefill import COUNTERS, TILE, plan_prefill, prefill_attention
@@ -189,6 +189,7 @@ class TritonAttention(AttentionBackend):
             self._scale,
             q.stride(0),
             page_table.stride(0),
+            *page_strides(pages),
             WINDOW=self._window,
             IS_FP8=isinstance(pages, QuantizedPages),
             **chunks.tiling.kernel,
@@ -227,6 +228,7 @@ class TritonAttention(AttentionBackend):
             heads.eps if heads is not None else 0.0,
             q.stride(0),
             table.stride(0),
+            *page_strides(pages),
             WINDOW=self._window,
             FUSED=heads is not None,
             HAS_NORM=has_norm,

@@ -47,7 +47,6 @@ class EngineSpec:
     attention_backend: str
     memory_ratio: float
     num_pages: int | None
-    context_tokens: int | None  # of the texts for which memory is divided, in a model with windows
     dummy_weight: bool
     graph_rows: int  # the largest decode batch to capture, 0 = none
     max_step_tokens: int
@@ -118,7 +117,6 @@ def resolve(
         attention_backend=config.attention_backend,
         memory_ratio=MEMORY_RATIOS[device_type] if config.memory_ratio is None else config.memory_ratio,
         num_pages=config.num_pages,
-        context_tokens=config.context_tokens,
         dummy_weight=config.dummy_weight,
         graph_rows=graph_rows,
         max_step_tokens=max_step_tokens,

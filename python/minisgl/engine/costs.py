@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import statistics
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from dataclasses import replace
 
 import numpy as np
@@ -17,6 +17,7 @@ import numpy as np
 from minisgl.core import DRAFT_CONTEXT, BatchPlan, Points, StepCosts
 from minisgl.engine.config import EngineSpec
 from minisgl.engine.trial import Slot, spread_plan, unknown_histories
+from minisgl.kvcache.arena import Blocks
 from minisgl.layout import FULL, MAX_DRAFT_TOKENS, NO_INTS, NO_PAGE_WRITES, PROPOSAL, Flag
 from minisgl.settings.options import MAX_DRAFTS
 
@@ -38,16 +39,16 @@ Run = Callable[[BatchPlan], Callable[[], object]]
 """Launches a plan and returns a function that waits for its result."""
 
 
-def measure_costs(run: Run, spec: EngineSpec, num_pages: Sequence[int], is_async: bool) -> StepCosts:
+def measure_costs(run: Run, spec: EngineSpec, blocks: Blocks, is_async: bool) -> StepCosts:
     """Fit `StepCosts` to a few timed steps. The steps overwrite pages of each group, so none may be in use yet."""
-    longest = min(spec.max_seq_len, num_pages[FULL] * spec.page_size) - 1
+    longest = min(spec.max_seq_len, blocks.ids(FULL) * spec.page_size) - 1
     pipelined = PIPELINED if is_async else 1
     adapts = not is_async and spec.info.size == 1
     repeats = REPEATS if is_async else CPU_REPEATS if adapts else 1
     clock = time.thread_time if adapts else time.perf_counter
 
     def seconds(slots: list[Slot]) -> float:
-        return timed(spread_plan(slots, spec.page_size, num_pages))
+        return timed(spread_plan(slots, spec.page_size, blocks))
 
     def timed(plan: BatchPlan) -> float:
         times: list[float] = []
@@ -73,7 +74,7 @@ def measure_costs(run: Run, spec: EngineSpec, num_pages: Sequence[int], is_async
         """Time a step in which each row has `width` tokens, all but one drafts, which are likely to be rejected."""
         # Where steps are not repeated from the same lengths, the plan bounds those of the last one.
         start = DRAFT_CONTEXT + SLACK * is_async
-        plan = spread_plan([(row, 0, start + width, DECODES) for row in range(rows)], spec.page_size, num_pages)
+        plan = spread_plan([(row, 0, start + width, DECODES) for row in range(rows)], spec.page_size, blocks)
         plan.slots["start"] = start
         plan.slots["flags"] |= Flag.DRAFTS
         proposals = np.zeros(rows * are_proposed, PROPOSAL)

@@ -7,6 +7,7 @@ import logging
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
+import numpy as np
 import torch
 
 from minisgl.checkpoint.hf import fingerprint
@@ -59,32 +60,28 @@ class Engine:
         self.parts = load_parts(spec, device, group or Group(spec.info), factory, self.limits)
         if spec.max_queries > 1 and any(mixer.group == STATE for mixer in self.parts.mixers):
             raise ConfigError("--speculate: a rejected draft would stay in the recurrent state of this model")
-        self.memory = self._size_stores(factory)
-        self.num_pages = self.memory.num_pages[FULL]
+        self.memory = self._size_store(factory)
+        self.blocks = self.parts.store.blocks
         windows = {WINDOW: spec.model.window or 0, STATE: 0}
-        counts = enumerate(self.memory.num_pages)
-        self.bounded = [Bounded(group, count, windows[group]) for group, count in counts if group != FULL and count]
+        groups = {state.spec.group for state in self.parts.model.states} - {FULL}
+        self.bounded = [Bounded(group, windows[group]) for group in sorted(groups)]
         self.runners: list[Runner] = factory.make(self.parts)
         self.memory = self.memory.with_weights(self.parts.weight_bytes)  # the C++ step packs them
-        self.mover = Mover(self.parts.stores[FULL], self._stores(), device)
+        self.mover = Mover(self.parts.store, self._stores(), device)
         self.tiers = [store.spec for store in self.mover.stores]
         tell("measuring steps", spec.info.rank == 0)
-        self._costs = measure_costs(lambda plan: self.launch(plan).wait, spec, self.memory.num_pages, device.is_async)
+        self._costs = measure_costs(lambda plan: self.launch(plan).wait, spec, self.blocks, device.is_async)
         self._forget_pages()
         _log.debug("a step costs %s", self._costs)
 
-    def _size_stores(self, factory: RunnerFactory) -> MemoryPlan:
-        """Warm up, measure the largest steps, and give the stores the memory that is left."""
-        stores = self.parts.stores
-        for store in stores:
-            store.allocate(1)
+    def _size_store(self, factory: RunnerFactory) -> MemoryPlan:
+        """Warm up, measure the largest steps, and give the store the memory that is left."""
+        store = self.parts.store
+        store.allocate(1)
         factory.warm_up(self.parts)
         memory = plan_memory(self.parts, self.spec)
-        # One page more in each group: the dummy page, to which unused slots of a captured step write.
-        for store, count in zip(stores, memory.num_pages, strict=True):
-            store.allocate(count + 1)
-            for tensor in store.tensors:
-                self.device.use_large_pages(tensor)
+        store.allocate(memory.num_blocks)
+        self.device.use_large_pages(store.memory)
         self._forget_pages()
         return memory
 
@@ -128,22 +125,22 @@ class Engine:
             return
 
         def work() -> torch.Tensor:
-            for group, store in enumerate(self.parts.stores):
+            store = self.parts.store
+            for group in np.unique(copies["group"]).tolist():
                 of_group = copies[copies["group"] == group]
-                if len(of_group):
-                    store.copy(store.index(of_group["source"]), store.index(of_group["target"]))
+                store.copy(group, store.index(of_group["source"]), store.index(of_group["target"]))
             return NO_TOKENS
 
         self.device.submit(work, 0.0)
 
     def _forget_pages(self) -> None:
         """Let all rows point to the dummy pages."""
-        for table, store in zip(self.parts.state.page_tables, self.parts.stores, strict=True):
-            table.fill_(store.num_pages - 1)
+        for group, table in enumerate(self.parts.state.page_tables):
+            table.fill_(self.parts.store.dummy(group))
 
     def _stores(self) -> list[Store]:
         """The tiers that `--host-kv` and `--disk-kv` ask for, of which each rank takes an equal part."""
-        s, pool = self.spec, self.parts.stores[FULL]
+        s, pool = self.spec, self.parts.store
         stores: list[Store] = []
         if s.host_kv:
             stores.append(HostStore(pool, s.host_kv // s.info.size))
@@ -184,8 +181,8 @@ class Engine:
             "runners": ", ".join(r.name for r in self.runners),
             "kv_cache_dtype": "fp8" if spec.fp8_cache else str(spec.dtype).removeprefix("torch."),
             "page_size": self.page_size,
-            "kv_pages": self.num_pages,
-            "kv_tokens": self.num_pages * self.page_size,
+            "kv_pages": self.blocks.ids(FULL),
+            "kv_tokens": self.blocks.ids(FULL) * self.page_size,
             "kv_bytes": self.memory.kv_bytes,
             "memory": self.memory.describe(),
             "max_model_len": spec.max_seq_len,
@@ -194,7 +191,7 @@ class Engine:
 
 
 def load_parts(spec: EngineSpec, device: Device, group: Group, factory: RunnerFactory, limits: Limits) -> Parts:
-    """Load the weights of this rank, and make what the runners share. The stores have no pages yet."""
+    """Load the weights of this rank, and make what the runners share. The store has no pages yet."""
     m, rows, ops = spec.model, spec.max_running_requests, resolve_ops(device.type)
     comm = group.communicator(device.torch_device, spec.use_pynccl)
     comm = comm.with_peers(spec.max_step_tokens, m.hidden_size, spec.dtype, ops)
@@ -202,18 +199,15 @@ def load_parts(spec: EngineSpec, device: Device, group: Group, factory: RunnerFa
     progress = Progress("loading weights", "B", spec.info.rank == 0).update
     kind = made(device.type, spec.quantization or "", m.hidden_size)
     model = load_model(spec.folder, m, spec.dtype, device, ops, spec.dummy_weight, progress, comm, kind, factory.holds)
-    cached = E4M3 if spec.fp8_cache else spec.dtype
-    dtypes = [cached, cached, torch.float32][: 1 + max(state.spec.group for state in model.states)]
-    stores = tuple(StateStore(spec.page_size, dtype, device.torch_device) for dtype in dtypes)  # of each group
-    for declared in model.states:
-        stores[declared.spec.group].add([declared])
+    store = StateStore(spec.page_size, E4M3 if spec.fp8_cache else spec.dtype, device.torch_device)
+    store.add(model.states)
     # One row more than requests: the dummy row pads captured steps.
-    state = RowState(rows + 1, spec.pages_per_row, device.torch_device, len(stores))
+    state = RowState(rows + 1, spec.pages_per_row, device.torch_device, len(store.page_bytes))
     mixers = spec.mixers(model.mixers, device.type, ops)
     max_biases = limits.max_logit_bias + limits.max_stop_token_ids + len(spec.eos_token_ids)
     penalties = LogitPenalties(0 if limits.embeds else rows + 1, m.vocab_size, max_biases, device)
     vocab = VocabParallel(comm, m.vocab_size)
-    parts = Parts(device, ops, model, stores, mixers, state, penalties, comm, vocab)
+    parts = Parts(device, ops, model, store, mixers, state, penalties, comm, vocab)
     if spec.drafter is None:
         return parts
     has_model = spec.draft is not None

@@ -3,20 +3,23 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
+from fractions import Fraction
 from functools import partial
-from operator import mul
 from typing import TYPE_CHECKING, Final
 
 from minisgl.engine.graphs.capture import TAILS
 from minisgl.engine.pooling import base_runner
 from minisgl.engine.trial import decode_plan, draft_plan, largest_prefill
 from minisgl.errors import ConfigError
+from minisgl.kvcache.arena import Blocks, divide
 from minisgl.kvcache.snapshots import ids_per_row
 from minisgl.layout import FULL, MAX_DRAFT_TOKENS, WINDOW
 from minisgl.rounding import ceil_div
 from minisgl.triton.cublas import cublas_linear
 
 if TYPE_CHECKING:
+    from collections.abc import Sequence
+
     from minisgl.core import BatchPlan
     from minisgl.engine.config import EngineSpec
     from minisgl.engine.runner import Parts, Runner
@@ -26,20 +29,17 @@ MIN_EVENNESS: Final = 0.75  # the smallest free memory of a rank over the larges
 
 @dataclass(frozen=True, slots=True)
 class MemoryPlan:
-    """Bytes on the device. `step_bytes` is the measured peak of the largest steps, 0 where it is not measured.
+    """Bytes on the device. `step_bytes` is the measured peak of the largest steps, 0 where it is not measured."""
 
-    `num_pages` and `page_bytes` are of each group that has pages.
-    """
-
-    num_pages: tuple[int, ...]
-    page_bytes: tuple[int, ...]
+    num_blocks: int
+    block_bytes: int
     weight_bytes: int
     step_bytes: int
     free_bytes: int
 
     @property
     def kv_bytes(self) -> int:
-        return sum(map(mul, self.num_pages, self.page_bytes))
+        return self.num_blocks * self.block_bytes
 
     def with_weights(self, size: int) -> MemoryPlan:
         """Return the plan with weights of another size."""
@@ -56,15 +56,14 @@ class MemoryPlan:
 
 
 def plan_memory(parts: Parts, spec: EngineSpec) -> MemoryPlan:
-    """Choose the number of pages: `--num-pages`, else as many as fit and all rows can use; and those of windows.
+    """Choose the number of blocks: those of `--num-pages`, else as many as fit and all rows can use.
 
-    All ranks take the count of the rank with the least memory. The stores may have a single page: trial steps map every
-    position to page 0. Raises `ConfigError` when no page fits, or when the ranks' free memory is too uneven.
+    All ranks take the count of the rank with the least memory. The store may have a single block: trial steps map every
+    position to page 0. Raises `ConfigError` when no text fits, or when the ranks' free memory is too uneven.
     """
     m = spec.model
     device = parts.device
     comm = parts.comm
-    page_bytes = tuple(store.page_bytes for store in parts.stores)
     runner, rows = base_runner(parts, spec), spec.max_running_requests
     comm.all_gather_int(0)  # ranks may share memory: wait until all have loaded their weights
     free = device.free_memory()
@@ -73,55 +72,54 @@ def plan_memory(parts: Parts, spec: EngineSpec) -> MemoryPlan:
         trials.append(draft_plan(min(rows, MAX_DRAFT_TOKENS // spec.max_queries), spec.max_queries))
     with cublas_linear.loading():
         step_bytes = sum(device.peak_memory(partial(_run, runner, plan)) for plan in trials)
-    division = Division.of(spec, page_bytes)
-    if spec.num_pages is not None:
-        return MemoryPlan(division.num_pages(spec.num_pages, rows), page_bytes, parts.weight_bytes, step_bytes, free)
-    require_even(comm.all_gather_int(free))
-    least = min(comm.all_gather_int(int(free * spec.memory_ratio) - step_bytes))
-    pages = min(division.fitting(least), rows * spec.pages_per_row)
-    if pages < 1:
+    least = 0
+    if spec.num_pages is None:
+        require_even(comm.all_gather_int(free))
+        least = min(comm.all_gather_int(int(free * spec.memory_ratio) - step_bytes))
+    size, blocks = plan_blocks(spec, parts.store.page_bytes, least)
+    if blocks.count < (needed := least_blocks(spec, blocks.pages)):
         raise ConfigError(
-            f"no memory for the KV cache: {free >> 20} MiB are free, a step takes {step_bytes >> 20} MiB and one page "
-            f"{page_bytes[FULL]} bytes; raise --memory-ratio, or use a smaller --page-size, --max-prefill-length or "
-            "model"
+            f"no memory for the KV cache: {free >> 20} MiB are free, a step takes {step_bytes >> 20} MiB, and the "
+            f"state of one request {needed * size} bytes; raise --memory-ratio or --num-pages, or use a smaller "
+            "--page-size, --max-prefill-length or model"
         )
-    return MemoryPlan(division.num_pages(pages, rows), page_bytes, parts.weight_bytes, step_bytes, free)
+    return MemoryPlan(blocks.count, size, parts.weight_bytes, step_bytes, free)
 
 
-@dataclass(frozen=True, slots=True)
-class Division:
-    """How memory is divided between the groups of pages: for texts of `context` tokens, which each have `row_pages` of
-    the groups besides FULL, and for a chunk of prompts with `chunk_pages` of them.
+def row_pages(spec: EngineSpec, pages: Sequence[int]) -> list[int]:
+    """Return how many pages of WINDOW, and of STATE, a row has, in a model with so many groups of `pages`."""
+    window = spec.model.window
+    return [0 if window is None else ids_per_row(window, spec.page_size), 1][: len(pages) - 1]
+
+
+def least_blocks(spec: EngineSpec, pages: Sequence[int]) -> int:
+    """Return the blocks without which no request runs, where a block has so many `pages` of each group."""
+    return 1 + sum(map(ceil_div, row_pages(spec, pages), pages[WINDOW:]))
+
+
+def plan_blocks(spec: EngineSpec, page_bytes: Sequence[int], memory: int) -> tuple[int, Blocks]:
+    """Return the bytes of a block, and the blocks that fit in `memory`, or that `--num-pages` asks for.
+
+    They are no more than all rows need: for the longest texts, and twice for what a row has of the groups besides FULL.
     """
+    size, pages = divide(page_bytes)
+    if spec.num_pages is not None:
+        return size, Blocks(ceil_div(spec.num_pages, pages[FULL]), pages)
+    rows, others = spec.max_running_requests, sum(map(ceil_div, row_pages(spec, pages), pages[WINDOW:]))
+    most = ceil_div(rows * spec.pages_per_row, pages[FULL]) + 2 * rows * others
+    return size, Blocks(min(max(0, memory) // size, most + _chunk_blocks(spec, pages)), pages)
 
-    page_size: int
-    page_bytes: tuple[int, ...]  # of each group
-    context: int
-    row_pages: tuple[int, ...]
-    chunk_pages: tuple[int, ...]
 
-    @classmethod
-    def of(cls, spec: EngineSpec, page_bytes: tuple[int, ...]) -> Division:
-        """Choose a context. If all texts have one length from 1K to 32K, it loses the fewest rows in the worst case."""
-        size, window = spec.page_size, spec.model.window
-        others = page_bytes[WINDOW:]
-        row_pages = (0 if window is None else ids_per_row(window, size), 1)[: len(others)]
-        chunk_pages = (0 if window is None else ceil_div(spec.max_step_tokens, size), 0)[: len(others)]
-        tokens = sum(map(mul, row_pages, others)) * size / page_bytes[FULL]  # of FULL, in the same memory
-        context = spec.context_tokens or int((1024 + tokens) * 32768 / (32768 + tokens))
-        return cls(size, page_bytes, min(context, spec.max_seq_len) if others else size, row_pages, chunk_pages)
+def rows_at_once(spec: EngineSpec, blocks: Blocks, tokens: int) -> int:
+    """Return how many requests of so many tokens there is memory for, at most `--max-running-requests`."""
+    needs = [ceil_div(tokens, spec.page_size), *row_pages(spec, blocks.pages)]
+    row = sum(Fraction(n, count) for n, count in zip(needs, blocks.pages, strict=True))
+    return min(spec.max_running_requests, int(max(0, blocks.count - _chunk_blocks(spec, blocks.pages)) / row))
 
-    def fitting(self, size: int) -> int:
-        """Return how many pages of FULL fit in `size` bytes, with the others that belong to them."""
-        full, *others = self.page_bytes
-        text: int = ceil_div(self.context, self.page_size) * full + sum(map(mul, self.row_pages, others))
-        reserved: int = sum(map(mul, self.chunk_pages, others))
-        return max(0, size - reserved) // text * self.context // self.page_size
 
-    def num_pages(self, pages: int, max_rows: int) -> tuple[int, ...]:
-        """Return the number of pages of each group for so many of FULL; others are for twice `max_rows` at most."""
-        texts = min(max(1, pages * self.page_size // self.context), 2 * max_rows)
-        return (pages, *(texts * row + chunk for row, chunk in zip(self.row_pages, self.chunk_pages, strict=True)))
+def _chunk_blocks(spec: EngineSpec, pages: Sequence[int]) -> int:
+    """Return the blocks for what the prompts of a step need of WINDOW besides what rows have."""
+    return 0 if spec.model.window is None else ceil_div(ceil_div(spec.max_step_tokens, spec.page_size), pages[WINDOW])
 
 
 def require_even(free: list[int]) -> None:

@@ -12,7 +12,7 @@ from torch import Tensor
 from minisgl.core import Batch, BatchPlan, Context, Sampling, StepResult
 from minisgl.engine.batch import make_batch
 from minisgl.engine.graphs.capture import TAILS
-from minisgl.layout import FULL, Flag
+from minisgl.layout import Flag
 from minisgl.ops.sampling import rows_per_pass
 from minisgl.registry import Registry
 
@@ -135,7 +135,7 @@ class Parts:
     device: Device
     ops: OpTable
     model: LlamaForCausalLM
-    stores: tuple[StateStore, ...]  # of each group that has a page table
+    store: StateStore
     mixers: tuple[Mixer, ...]
     state: RowState
     penalties: LogitPenalties
@@ -145,7 +145,7 @@ class Parts:
 
     @property
     def page_size(self) -> int:
-        return self.stores[FULL].page_size
+        return self.store.page_size
 
     @property
     def flops_per_token(self) -> float:

@@ -15,6 +15,7 @@ from minisgl.rounding import ceil_div
 if TYPE_CHECKING:
     from minisgl.core import Ints
     from minisgl.engine.config import EngineSpec
+    from minisgl.kvcache.arena import Blocks
 
 Slot = tuple[int, int, int, int]
 """(row, start, stop, flags)"""
@@ -65,9 +66,9 @@ def unknown_histories(rows: int, length: int) -> Ints:
     return heads.view(np.int32)
 
 
-def spread_plan(slots: Sequence[Slot], page_size: int, num_pages: Sequence[int]) -> BatchPlan:
-    """Make a step of `slots` whose rows are spread over as many pages as each group has."""
+def spread_plan(slots: Sequence[Slot], page_size: int, blocks: Blocks) -> BatchPlan:
+    """Make a step of `slots` whose rows are spread over the pages of each group."""
     pages = [(row, index) for row, _, stop, _ in slots for index in range(ceil_div(stop, page_size))]
-    groups = enumerate(num_pages)
-    writes = [(group, *page, i % count) for group, count in groups for i, page in enumerate(pages)]
+    groups = enumerate(blocks.spread())
+    writes = [(group, *page, ids[i % len(ids)]) for group, ids in groups for i, page in enumerate(pages)]
     return trial_plan(slots, page_writes=writes)

@@ -35,9 +35,10 @@ class DecodeArguments(ctypes.Structure):
             (name, ctypes.c_void_p)
             for name in ("q", "kv_scale", "page_table", "work", "counters", "part", "lse", "out")
         ),
+        ("stride_scale", ctypes.c_longlong),
         ("scale", ctypes.c_float),
         *((name, ctypes.c_int) for name in ("stride_q", "stride_table", "window")),
-        ("unused", ctypes.c_char * 48),  # a map is aligned to 64 bytes, and so is the size
+        ("unused", ctypes.c_char * 40),  # a map is aligned to 64 bytes, and so is the size
     ]
 
 
@@ -47,9 +48,10 @@ class PrefillArguments(ctypes.Structure):
     _fields_ = [
         *((name, Map) for name in ("query", "pages")),
         *((name, ctypes.c_void_p) for name in ("kv_scale", "page_table", "work", "out")),
+        ("stride_scale", ctypes.c_longlong),
         ("scale", ctypes.c_float),
         *((name, ctypes.c_int) for name in ("stride_table", "window")),
-        ("unused", ctypes.c_char * 20),
+        ("unused", ctypes.c_char * 12),
     ]
 
 
@@ -61,8 +63,8 @@ def supports(dtype: torch.dtype, head_dim: int, group: int, page_size: int) -> b
 
 def _page_map(pages: Tensor) -> Map:
     num_pages, _, heads, page_size, _ = pages.shape
-    sizes = DIM, heads * page_size, 2 * num_pages
-    return tensor_map(pages.data_ptr(), sizes, (DIM, heads * page_size * DIM), (DIM, TILE_KEYS, 2))
+    sizes, strides = (DIM, heads * page_size, 2, num_pages), (DIM, heads * page_size * DIM, pages.stride(0))
+    return tensor_map(pages.data_ptr(), sizes, strides, (DIM, TILE_KEYS, 2, 1))
 
 
 def _defines(pages: Tensor, out: Tensor) -> dict[str, int | str]:
@@ -85,7 +87,9 @@ def cuda_decode(
         return False
     heads, group = pages.shape[2], out.shape[1] // pages.shape[2]
     pointers = (each.data_ptr() for each in (q, kv_scale, page_table, work, counters, part, lse, out))
-    arguments = DecodeArguments(_page_map(pages), *pointers, scale, q.stride(0), page_table.stride(0), window)
+    arguments = DecodeArguments(
+        _page_map(pages), *pointers, kv_scale.stride(0), scale, q.stride(0), page_table.stride(0), window
+    )
     shared = STAGES * (2 * TILE_KEYS * (DIM + 4) + group * DIM * 2 + 32 + 16)
     launch(kernel, arguments, device, splits * heads, DECODE_THREADS, shared)
     return True
@@ -112,6 +116,8 @@ def cuda_prefill(
     strides, box = (DIM * 2, q.stride(0) * 2), (DIM, group, PREFILL_ROWS // group)
     query_map = tensor_map(q.data_ptr(), (DIM * 2, num_heads, num_tokens), strides, box)
     pointers = (each.data_ptr() for each in (kv_scale, page_table, work, out))
-    arguments = PrefillArguments(query_map, _page_map(pages), *pointers, scale, page_table.stride(0), window)
+    arguments = PrefillArguments(
+        query_map, _page_map(pages), *pointers, kv_scale.stride(0), scale, page_table.stride(0), window
+    )
     launch(kernel, arguments, device, grid, PREFILL_THREADS, PREFILL_MEMORY)
     return True

@@ -11,10 +11,11 @@ from collections import OrderedDict
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Final, NamedTuple
 
-from minisgl.errors import InvariantError
+from minisgl.kvcache.arena import PagePool
 from minisgl.rounding import ceil_div
 
 if TYPE_CHECKING:
+    from minisgl.kvcache.arena import Arena
     from minisgl.kvcache.tree import Node
 
 STEP_TOKENS: Final = 9  # that a row decodes in one step at most, drafts included
@@ -24,10 +25,9 @@ WHOLE_TEXT: Final = 1 << 30  # tokens: a slot is a page for any text
 
 
 class Bounded(NamedTuple):
-    """What rows of a model have of WINDOW or STATE, and how many ids the device has besides those of the dummy row."""
+    """What rows of a model have of WINDOW or STATE."""
 
     group: int
-    capacity: int
     window: int = 0  # tokens that layers read at most, the newest included; 0 for STATE
 
 
@@ -38,35 +38,39 @@ def ids_per_row(window: int, page_size: int) -> int:
     return ceil_div(window, page_size) + 1 + (page_size + IN_FLIGHT + STEP_TOKENS - 2) // page_size
 
 
-class IdPool:
-    """The ids of one group: each is free, one row's, or one snapshot's.
+class IdPool(PagePool):
+    """The ids of one group that are in use: each is one row's, or one snapshot's.
 
-    Each row may have `per_row` ids at any time, and the prompts of all rows `reserve` more. Snapshots get the rest,
-    besides at least one row. So a row that decodes never lacks an id, and the first row never waits.
+    Each row may have `per_row` ids at any time, and the prompts of all rows `reserve` more: they are promised. So a row
+    that decodes never lacks an id. Snapshots get what else is there.
 
     rows, snapshots    what each holds: ids by their index in the text
     """
 
-    def __init__(self, bounded: Bounded, page_size: int, chunk_tokens: int) -> None:
+    def __init__(self, arena: Arena, bounded: Bounded, page_size: int, chunk_tokens: int) -> None:
         """Chunks of prompts have up to `chunk_tokens`."""
-        self.group, self.capacity, window = bounded
+        self.group, window = bounded
+        super().__init__(arena, arena.blocks.pages[self.group])
         self.page_size = page_size if window else WHOLE_TEXT
         self.window_pages = ceil_div(window, self.page_size)  # of a text that ends with a page
         self.per_row = ids_per_row(window, page_size)
-        assert self.capacity >= self.per_row, f"{bounded} is too small for a row"
-        self.reserve = min(ceil_div(chunk_tokens, self.page_size), (self.capacity - self.per_row) // 2) if window else 0
-        self.free = list(range(self.capacity - 1, -1, -1))
+        most = (arena.blocks.ids(self.group) - self.per_row) // 4
+        self.reserve = min(ceil_div(chunk_tokens, self.page_size), most) if window else 0
         self.rows: dict[int, dict[int, int]] = {}
         self.snapshots: dict[Snapshot, dict[int, int]] = {}
+        arena.pools[self.group] = self
+
+    @property
+    def promised(self) -> int:
+        return self.reserve + self.per_row * len(self.rows) - sum(map(len, self.rows.values()))
+
+    @property
+    def least_blocks(self) -> int:
+        return ceil_div(self.reserve + self.per_row, self.per_block)
 
     def span(self, settled: int, stop: int) -> range:
         """Return the indices that steps read or write up to token `stop` of a text, of which `settled` are computed."""
         return range(max(0, settled // self.page_size - self.window_pages), ceil_div(stop, self.page_size))
-
-    @property
-    def spare(self) -> int:
-        """How many ids another row or snapshot may take; negative if snapshots have to be dropped first."""
-        return len(self.free) - self.reserve - sum(self.per_row - len(ids) for ids in self.rows.values())
 
     @property
     def excess(self) -> int:
@@ -81,15 +85,9 @@ class IdPool:
     def extend(self, ids: dict[int, int], span: range) -> dict[int, int]:
         """Add free ids for the indices of `span` that are missing; return the added ones. There must be enough."""
         missing = [index for index in span if index not in ids]
-        if len(missing) > len(self.free):
-            raise InvariantError(f"{len(missing)} ids of group {self.group} are needed, and {len(self.free)} are free")
-        added = {index: self.free.pop() for index in missing}
+        added = dict(zip(missing, self.take(len(missing)), strict=True))
         ids.update(added)
         return added
-
-    def give(self, ids: list[int]) -> None:
-        """Free `ids`."""
-        self.free.extend(ids)
 
 
 class Reason(enum.IntEnum):

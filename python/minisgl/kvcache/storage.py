@@ -21,7 +21,7 @@ import torch
 
 from minisgl.errors import ConfigError
 from minisgl.kvcache.tiers import TierSpec
-from minisgl.layout import LOAD
+from minisgl.layout import FULL, LOAD
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Mapping
@@ -62,8 +62,8 @@ class HostStore:
         """Allocate `size` bytes. Raises `ConfigError` if that is less than a page, or if memory cannot be pinned."""
         self._device = pool.device
         self._is_pinned = pool.device.type == "cuda"
-        num_slots = _count_slots("--host-kv", size, pool.page_bytes)
-        self._memory = torch.empty(num_slots, pool.page_bytes, dtype=torch.uint8)
+        num_slots = _count_slots("--host-kv", size, pool.strides[FULL])
+        self._memory = torch.empty(num_slots, pool.strides[FULL], dtype=torch.uint8)
         if self._is_pinned:
             _pin(self, self._memory)
         self.spec = TierSpec("host", num_slots, self._measure_load() if self._is_pinned else 0.0)
@@ -105,7 +105,7 @@ class DiskStore:
         another server uses the folder, or if the disk has too little space.
         """
         self._device = pool.device
-        self._stride = PAGE_HEAD.itemsize + pool.page_bytes
+        self._stride = PAGE_HEAD.itemsize + pool.strides[FULL]
         num_slots = _count_slots("--disk-kv", size - HEADER_BYTES, self._stride)
         try:
             folder.mkdir(mode=0o700, parents=True, exist_ok=True)

@@ -1,18 +1,26 @@
-"""The state that lives as long as the text, such as K/V: tensors that are divided into pages."""
+"""The state of texts, such as K/V: one memory that is divided into pages."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Final
 
 import numpy as np
 import torch
 
+from minisgl.kvcache.arena import Blocks, divide
+from minisgl.layout import FULL
 from minisgl.ops.quantized import E4M3, Pages, QuantizedPages
+from minisgl.rounding import round_up
+from minisgl.specs import Paged
 
 if TYPE_CHECKING:
     from minisgl.core import Ints
     from minisgl.specs import State
+
+
+STATE_ALIGNMENT: Final = 64  # of a state within a page, in bytes
+COPIED_BYTES: Final = 32 << 20  # at once, from page to page
 
 
 class LayerState:
@@ -25,43 +33,72 @@ class LayerState:
 
 
 class StateStore:
-    """The pages of all layers, and of a drafter's. The scheduler decides who owns each page.
+    """The state of all texts on one rank, of all layers and of a drafter. The scheduler decides who owns each page.
 
-    A page id is one page of each state, so a token has the same slot, page id * page_size + offset, in all of them.
-    States that are declared alike are one tensor, such as K/V [layers, pages, 2, kv_heads, page_size, head_dim]. The
-    memory is allocated uninitialized: on a CPU a page takes physical memory on first use. In float8_e4m3fn, a tensor
-    has another with a float32 scale for each vector, such as [layers, pages, 2, kv_heads, page_size].
+    A page of a group is one page of each of its states, one after the other, so a token has the same slot, page id *
+    page_size + offset, in all of them. In float8_e4m3fn, a state's page is followed by a float32 scale for each vector.
+    Pages of all groups are in one memory of blocks (`arena.py`), uninitialized: on a CPU a page takes physical memory
+    on first use. The `pages` of layers are views of it.
     """
 
     def __init__(self, page_size: int, dtype: torch.dtype, device: torch.device) -> None:
+        """`dtype` is that of `Paged` states; others are float32."""
         self.page_size = page_size
         self.dtype = dtype
         self.device = device
-        self.num_pages = 0
-        self.page_bytes = 0  # of all states
-        self.tensors: list[torch.Tensor] = []
-        self._states: dict[State, list[LayerState]] = {}
+        self.states: list[LayerState] = []
+        self.blocks = Blocks(0, ())
+        self.strides: list[int] = []  # bytes from page to page of each group
+        self.memory = torch.empty(0, dtype=torch.uint8, device=device)
 
     def add(self, states: Sequence[LayerState]) -> None:
         """Take in states; `allocate` gives them their pages."""
-        for state in states:
-            self._states.setdefault(state.spec, []).append(state)
-            self.page_bytes += state.spec.page_bytes(self.page_size, self.dtype.itemsize, self.dtype is E4M3)
+        self.states += states
 
-    def allocate(self, num_pages: int) -> None:
-        """Allocate the pages of all states, instead of those before."""
-        self.num_pages = num_pages
-        self.tensors = []
-        for spec, states in self._states.items():
-            shape = (len(states), num_pages, *spec.page_shape(self.page_size))
-            data = torch.empty(shape, dtype=self.dtype, device=self.device)
-            self.tensors.append(data)
-            layers: Sequence[Pages] = data.unbind(0)
-            if self.dtype is E4M3:
-                self.tensors.append(torch.empty(shape[:-1], device=self.device))
-                layers = [QuantizedPages(*layer) for layer in zip(data, self.tensors[-1], strict=True)]
-            for state, pages in zip(states, layers, strict=True):
-                state.pages = pages
+    @property
+    def page_bytes(self) -> tuple[int, ...]:
+        """The bytes of a page of each group, without what aligns the next."""
+        sizes = [0] * (1 + max(state.spec.group for state in self.states))
+        for state in self.states:
+            sizes[state.spec.group] += self._bytes(state.spec)
+        return tuple(sizes)
+
+    def _bytes(self, spec: State) -> int:
+        return round_up(spec.page_bytes(self.page_size, self.dtype.itemsize, self.dtype is E4M3), STATE_ALIGNMENT)
+
+    def allocate(self, blocks: int) -> None:
+        """Allocate so many blocks, and one of dummy pages for each group, instead of those before."""
+        size, pages = divide(self.page_bytes)
+        self.blocks = Blocks(blocks, pages)
+        self.memory = torch.empty(size * (blocks + len(pages)), dtype=torch.uint8, device=self.device)
+        self.strides = [size // count for count in pages]
+        ends = [0] * len(pages)
+        for state in self.states:
+            state.pages = self._view(state.spec, ends[state.spec.group])
+            ends[state.spec.group] += self._bytes(state.spec)
+
+    def _view(self, spec: State, start: int) -> Pages:
+        """Return the pages of one state, which begin at the byte `start` of its group's pages."""
+        stride = self.strides[spec.group]
+        shape = len(self.memory) // stride, *spec.page_shape(self.page_size)
+        dtype = self.dtype if isinstance(spec, Paged) else torch.float32
+
+        def view(dtype: torch.dtype, shape: tuple[int, ...], start: int) -> torch.Tensor:
+            strides = [stride // dtype.itemsize, *torch.empty(shape[1:], device="meta").stride()]
+            return torch.as_strided(self.memory.view(dtype), shape, strides, start // dtype.itemsize)
+
+        data = view(dtype, shape, start)
+        if dtype is not E4M3:
+            return data
+        return QuantizedPages(data, view(torch.float32, shape[:-1], start + data[0].numel()))
+
+    def dummy(self, group: int) -> int:
+        """Return the page of a group that no text has: unused slots of captured steps write to it."""
+        return (self.blocks.count + group) * self.blocks.pages[group]
+
+    def rows(self, group: int) -> torch.Tensor:
+        """Return the pages of a group as int64 [ids, words of a page]: a view."""
+        return self.memory.view(torch.int64).view(-1, self.strides[group] // 8)
 
     def index(self, pages: Ints) -> torch.Tensor:
         """Return page ids as int64 in host memory, for `read` and `write`; pinned for async copies to a GPU."""
@@ -69,31 +106,21 @@ class StateStore:
         return index.pin_memory() if self.device.type == "cuda" else index
 
     def read(self, pages: torch.Tensor) -> torch.Tensor:
-        """Return a copy of the pages [n] on the device, uint8 [n, page_bytes]."""
-        index = pages.to(self.device, non_blocking=True)
-        parts = [part[index].flatten(1) for part in self._parts()]
-        return (parts[0] if len(parts) == 1 else torch.cat(parts, 1)).view(torch.uint8)
+        """Return a copy of pages [n] of FULL on the device, uint8 [n, bytes of a page]."""
+        return self.rows(FULL)[pages.to(self.device, non_blocking=True)].view(torch.uint8)
 
     def write(self, pages: torch.Tensor, data: torch.Tensor) -> None:
-        """Overwrite the pages [n] with `data`, uint8 [n, page_bytes] on the device."""
-        index, words = pages.to(self.device, non_blocking=True), data.view(torch.int64)
-        for part in self._parts():
-            source, words = words[:, : part[0].numel()], words[:, part[0].numel() :]
-            part[index] = source.reshape(len(pages), *part.shape[1:])
+        """Overwrite pages [n] of FULL with `data`, uint8 [n, bytes of a page] on the device."""
+        self.rows(FULL)[pages.to(self.device, non_blocking=True)] = data.view(torch.int64)
 
-    def copy(self, source: torch.Tensor, target: torch.Tensor) -> None:
-        """Overwrite the pages `target` [n] with the pages `source` [n], layer by layer."""
+    def copy(self, group: int, source: torch.Tensor, target: torch.Tensor) -> None:
+        """Overwrite the pages `target` [n] with the pages `source` [n], a few at a time."""
+        rows = self.rows(group)
         into, of = (ids.to(self.device, non_blocking=True) for ids in (target, source))
-        for layers in self.tensors:
-            for layer in layers.flatten(2).view(torch.int64):
-                layer[into] = layer[of]
+        few = max(1, COPIED_BYTES // (8 * rows.shape[1]))
+        for start in range(0, len(source), few):
+            rows[into[start : start + few]] = rows[of[start : start + few]]
 
-    def _parts(self) -> list[torch.Tensor]:
-        """Return views of the tensors, int64 [pages, layers, words]: wide words are copied faster than bytes."""
-        return [tensor.flatten(2).view(torch.int64).transpose(0, 1) for tensor in self.tensors]
-
-    def poison(self, pages: Sequence[int]) -> None:
+    def poison(self, pages: Sequence[int], group: int = FULL) -> None:
         """Fill pages with NaN, so that any read before the next write makes logits non-finite."""
-        for tensor in self.tensors:
-            if tensor.dtype is not E4M3:  # whose scales become NaN
-                tensor[:, torch.tensor(pages, dtype=torch.int64, device=self.device)] = float("nan")
+        self.rows(group).view(torch.uint8)[torch.tensor(pages, dtype=torch.int64, device=self.device)] = 0xFF

@@ -10,7 +10,6 @@ import time
 from collections.abc import Iterator
 from dataclasses import replace
 from itertools import chain
-from operator import mul
 from typing import Final
 
 import minisgl
@@ -19,9 +18,8 @@ from minisgl.device.machine import available_memory, choose_device, cpu_name, gp
 from minisgl.engine.fit import GB, Footprint, check_fit, estimate_step
 from minisgl.errors import ConfigError, MinisglError, NativeError
 from minisgl.launch.launch import bind_socket, check_args
-from minisgl.layout import GROUPS, WINDOW
+from minisgl.layout import GROUPS
 from minisgl.process.log import announce
-from minisgl.rounding import ceil_div
 from minisgl.settings.options import EngineConfig, ServerArgs
 
 PACKAGES: Final = ("torch", "triton", "numpy", "tokenizers", "safetensors", "fastapi", "uvicorn", "pyzmq", "msgspec")
@@ -131,7 +129,7 @@ def _model(args: ServerArgs) -> Facts:
     from minisgl.attention.selection import ATTENTION
     from minisgl.device.device import create_device
     from minisgl.engine.config import resolve
-    from minisgl.engine.memory import Division
+    from minisgl.engine.memory import plan_blocks, rows_at_once
     from minisgl.native.runner import refusal
 
     device = choose_device(config.device)
@@ -170,19 +168,18 @@ def _model(args: ServerArgs) -> Facts:
     free = create_device(config.device, config.threads, 0, config.tp // config.nnodes).free_memory()
     step = estimate_step(m, config, spec.max_step_tokens, item) if device == "cuda" else 0
     rest = free - needs.weights - needs.rows
-    division, rows = Division.of(spec, needs.pages), spec.max_running_requests
-    pages = spec.num_pages or min(division.fitting(int(rest * spec.memory_ratio) - step), rows * spec.pages_per_row)
-    num_pages = division.num_pages(pages, rows)
-    kv = sum(map(mul, num_pages, needs.pages))
+    size, blocks = plan_blocks(spec, needs.pages, int(rest * spec.memory_ratio) - step)
+    kv = blocks.count * size
     parts = {"weights": needs.weights, "rows": needs.rows, "largest step, about": step, "K/V": kv}
     shown = ", ".join(f"{name} {size / GB:.2f}" for name, size in parts.items() if size)
     yield "memory plan", f"{shown}, left {(free - sum(parts.values())) / GB:.2f} GB of {free / GB:.2f} GB for each rank"
     lengths = [*(n for n in LENGTHS if n < spec.max_seq_len), spec.max_seq_len]
-    if len(num_pages) > 1:
-        shown = ", ".join(f"{count} of {name}" for count, name in zip(num_pages, GROUPS, strict=False))
-        yield "pages", f"{shown}, for requests of {division.context} tokens (--context-tokens)"
-        each = zip(num_pages[WINDOW:], division.row_pages, strict=True)
-        rows = min([rows, *(count // row for count, row in each if row)])
-    counts = (min(rows, pages // ceil_div(n, needs.page_size)) for n in lengths)
+    if len(blocks.pages) > 1:
+        each = " or ".join(f"{count} of {name}" for count, name in zip(blocks.pages, GROUPS, strict=False))
+        yield "pages", f"{blocks.count} blocks of {size / 1e6:.1f} MB, each for pages of one kind: {each}"
+    counts = (rows_at_once(spec, blocks, n) for n in lengths)
     capacity = ", or ".join(f"{count} of {n} tokens" for count, n in zip(counts, lengths, strict=True))
-    yield "requests at once", capacity if pages else "none: no memory is left for K/V pages; raise --memory-ratio"
+    yield (
+        "requests at once",
+        capacity if blocks.count else "none: no memory is left for K/V pages; raise --memory-ratio",
+    )

@@ -31,6 +31,7 @@ LAYER_WEIGHTS: Final[_Fields] = (
     ("const float*", "cos_sin"),  # [positions, dim]
     ("int64_t", "window"),  # 0 = none
     ("const int32_t*", "page_table"),  # [table_rows, table_width], of the layer's group
+    ("int64_t", "cache_stride"),  # bytes from page to page, of both:
     ("void*", "cache"),  # [pages, 2, kv_heads, page, dim]
     ("float*", "cache_scale"),  # [pages, 2, kv_heads, page] of a cache in E4M3, or null
 )

@@ -161,6 +161,7 @@ class NativeModel:
             layer.page_table = state.page_tables[attention.kv.spec.group].data_ptr()
             data, scale = data_and_scale(attention.kv.pages)
             layer.cache, layer.cache_scale = data.data_ptr(), None if scale is data else scale.data_ptr()
+            layer.cache_stride = data.stride(0) * data.itemsize
         fields["head"], fields["head_bits"] = self._matrix(head)
         sizes: dict[str, Any] = {
             "is_bf16": spec.dtype is torch.bfloat16,

@@ -210,6 +210,12 @@ def data_and_scale(pages: Pages) -> tuple[Tensor, Tensor]:
     return (pages.data, pages.scale) if isinstance(pages, QuantizedPages) else (pages, pages)
 
 
+def page_strides(pages: Pages) -> tuple[int, int]:
+    """Return the elements from page to page, and from the scales of a page to those of the next."""
+    data, scale = data_and_scale(pages)
+    return data.stride(0), scale.stride(0)
+
+
 def _spread(scale: Tensor, dim: int, size: int, length: int) -> Tensor:
     return scale.repeat_interleave(size, dim).narrow(dim, 0, length)
 

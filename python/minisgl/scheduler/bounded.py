@@ -12,7 +12,7 @@ from minisgl.kvcache.tree import common_prefix_len
 from minisgl.layout import STATE, Flag
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterable
+    from collections.abc import Callable, Iterable, Mapping
 
     from minisgl.core import BatchPlan
     from minisgl.kvcache.snapshots import Snapshots
@@ -32,20 +32,23 @@ class BoundedState:
     settled  int32 [rows]
     """
 
-    def __init__(self, snapshots: Snapshots, rows: Rows, drop: Callable[[Reason], bool]) -> None:
-        """`drop` drops a snapshot for one with a reason, if there is one that no step needs."""
+    def __init__(
+        self, snapshots: Snapshots, rows: Rows, make_room: Callable[[Mapping[int, int], Reason], bool]
+    ) -> None:
+        """`make_room` gets pages of groups within reach, for a snapshot with a reason; see `CacheManager`."""
         self.snapshots, self.pools = snapshots, snapshots.pools
         self.settled = np.zeros(rows.num_rows, np.int32)
         self._rows = rows
-        self._drop = drop
+        self._make_room = make_room
 
-    def has_room(self, length: int | None = None, reason: Reason = Reason.END) -> bool:
-        """Make room for a snapshot of `length` tokens, or without it for another row; false if there is none yet."""
-        counts = [pool.per_row if length is None else len(pool.span(length, length)) for pool in self.pools]
-        while any(pool.spare < count for pool, count in zip(self.pools, counts, strict=True)):
-            if not self._drop(reason):
-                return False
-        return True
+    @property
+    def row_needs(self) -> dict[int, int]:
+        """Return the ids that one more row is promised, by group."""
+        return {pool.group: pool.per_row for pool in self.pools}
+
+    def _has_room(self, length: int, reason: Reason = Reason.END) -> bool:
+        """Make room for a snapshot of `length` tokens; false if there is none yet."""
+        return self._make_room({pool.group: len(pool.span(length, length)) for pool in self.pools}, reason)
 
     def open(self, req: Req, waiting: Iterable[Req]) -> None:
         """Give a request that has got its row what it needs to go on after its cached prefix, and plan its captures.
@@ -91,7 +94,7 @@ class BoundedState:
         """Give a row the ids for a chunk of its prompt, and capture what is wanted of it, as far as there is room."""
         self.extend(req, min(stop + IN_FLIGHT, req.max_len - 1))
         for length, reason in req.capture_at.items():
-            if not (start < length <= stop and self.has_room(length, reason)):
+            if not (start < length <= stop and self._has_room(length, reason)):
                 continue
             snapshot = Snapshot(reason)
             req.captures.append((length, snapshot))
@@ -121,7 +124,7 @@ class BoundedState:
         length = finite // self._rows.page_size * self._rows.page_size
         newest = captures[-1][0] if captures else req.cache_handle.num_pages * self._rows.page_size
         is_window = all(pool.group != STATE for pool in self.pools)
-        if is_leaving and is_window and length > newest and self.has_room(length):
+        if is_leaving and is_window and length > newest and self._has_room(length):
             captures.append((length, Snapshot()))
             for pool in self.pools:
                 ids = pool.rows[req.row]

@@ -3,20 +3,22 @@
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from typing import TYPE_CHECKING
 
 import numpy as np
 
 from minisgl.kvcache.base import MatchResult, PrefixCache
+from minisgl.kvcache.snapshots import Reason
+from minisgl.layout import FULL
 from minisgl.rounding import ceil_div
 from minisgl.routing.prefixes import salt_digest
 from minisgl.scheduler.bounded import BoundedState
 
 if TYPE_CHECKING:
     from minisgl.core import Ints
+    from minisgl.kvcache.arena import Arena
     from minisgl.kvcache.base import CacheHandle
-    from minisgl.kvcache.snapshots import Reason
     from minisgl.scheduler.budget import LoadBudget
     from minisgl.scheduler.req import Req
     from minisgl.scheduler.rows import Rows
@@ -30,40 +32,64 @@ class CacheManager:
     read them: they become free when that step is collected.
     """
 
-    def __init__(self, num_pages: int, page_size: int, prefix_cache: PrefixCache, rows: Rows) -> None:
-        self.num_pages = num_pages
+    def __init__(self, arena: Arena, page_size: int, prefix_cache: PrefixCache, rows: Rows) -> None:
+        self.arena = arena
+        self.pages = arena.pools[FULL]
+        self.num_pages = arena.blocks.ids(FULL)
         self.page_size = page_size
         self.prefix = prefix_cache
         self.rows = rows
         self.on_free: Callable[[list[int]], None] | None = None  # called with pages that become free; tests poison them
-        self._free = list(range(num_pages - 1, -1, -1))  # a stack: recently used pages are warm
         self._page_seconds = np.array([tier.spec.page_seconds for tier in prefix_cache.tiers])
         self._fenced: deque[tuple[int, list[int]]] = deque()
         snapshots = prefix_cache.snapshots
-        self.bounded = None if snapshots is None else BoundedState(snapshots, rows, self._drop_snapshot)
+        self.bounded = None if snapshots is None else BoundedState(snapshots, rows, self.make_room)
 
     def pages_for(self, num_tokens: int) -> int:
         return ceil_div(num_tokens, self.page_size)
 
     @property
     def free_size(self) -> int:
-        return len(self._free)
+        """The number of pages that `allocate` can provide without evicting anything."""
+        return max(0, self.arena.spare(FULL))
+
+    @property
+    def evictable_size(self) -> int:
+        """The number of pages that cached prefixes and snapshots leave if they are evicted, when no step needs them."""
+        pools = () if self.bounded is None else self.bounded.pools
+        blocks = sum(sum(map(len, pool.snapshots.values())) // pool.per_block for pool in pools)
+        return self.prefix.evictable_size + blocks * self.pages.per_block
 
     @property
     def available(self) -> int:
-        """The number of pages that `allocate` can provide now."""
-        return len(self._free) + self.prefix.evictable_size
+        """The number of pages that `allocate` can provide now; with snapshots, at most."""
+        return self.free_size + self.evictable_size
 
     def allocate(self, count: int) -> list[int] | None:
         """Return `count` pages, evicting cached prefixes as needed; None, and evict nothing, if there are too few."""
-        if count > len(self._free):
-            if count > self.available:
-                return None
-            self._give_evicted(self.prefix.evict(count - len(self._free)))
-        cut = len(self._free) - count
-        pages = self._free[cut:][::-1]
-        del self._free[cut:]
-        return pages
+        needs = {FULL: count}
+        if not self.arena.fits(needs) and (count > self.available or not self.make_room(needs)):
+            return None
+        return self.pages.take(count)
+
+    def make_room(self, needs: Mapping[int, int], reason: Reason = Reason.SHARED) -> bool:
+        """Evict until so many pages of groups are within reach; false if that is not possible yet.
+
+        They are for a row, or a snapshot with `reason`. With snapshots, the order in which these are dropped counts.
+        """
+        while not self.arena.fits(needs):
+            if self.prefix.snapshots is not None:
+                node = self.prefix.snapshots.oldest(self.rows.retired, reason)
+                if node is None:
+                    return False
+                self.prefix.snapshots.remove(node)
+                evicted = self.prefix.prune(node)
+            else:
+                evicted = self.prefix.evict(needs[FULL] - self.free_size)
+                if not len(evicted):
+                    return False
+            self._give_evicted(evicted)
+        return True
 
     def match(self, req: Req, most: int | None = None) -> MatchResult:
         """Return the longest cached prefix, of at most so many pages, that leaves a token of a request to compute.
@@ -115,14 +141,6 @@ class CacheManager:
         if self.bounded is not None:
             self._give_evicted(self.prefix.prune(req.cache_handle.node))
         req.cache_handle = None
-
-    def _drop_snapshot(self, reason: Reason) -> bool:
-        """Drop a snapshot for one with `reason`, and the pages that only it made useful; false if there is none."""
-        if self.prefix.snapshots is None or (node := self.prefix.snapshots.oldest(self.rows.retired, reason)) is None:
-            return False
-        self.prefix.snapshots.remove(node)
-        self._give_evicted(self.prefix.prune(node))
-        return True
 
     def share_prefix(self, req: Req, *, is_leaving: bool = False) -> None:
         """Insert the request's full pages into the prefix cache, as far as their K/V has led to finite logits.
@@ -195,14 +213,14 @@ class CacheManager:
         self._give_evicted(self.prefix.reset())
 
     def _give_evicted(self, pages: Ints) -> None:
-        # Below the others: they are taken in the order in which they are stored, after those that need no store.
-        self._free[:0] = pages[::-1].tolist()
+        # After the others: they are taken in the order in which they are stored, after those that need no store.
+        self.pages.give(pages.tolist(), last=True)
         if not self.prefix.tiers:
             self._tell_free(pages.tolist())
 
     def _give(self, pages: list[int], *, are_used: bool = True) -> None:
         """Free `pages` that a step has used; some may still have to be copied to a tier."""
-        self._free.extend(pages)
+        self.pages.give(pages)
         if are_used:
             self._tell_free(pages)
 
@@ -214,6 +232,6 @@ class CacheManager:
         """Return whether a step has computed a token of `req`, or is planned to."""
         return bool(self.rows.cached_len[req.row] > req.cache_handle.num_pages * self.page_size)
 
-    def unowned_pages(self) -> tuple[list[int], list[int]]:
-        """Return the free and the fenced pages (for the invariant checks)."""
-        return list(self._free), [p for _, pages in self._fenced for p in pages]
+    def fenced_pages(self) -> list[int]:
+        """Return the fenced pages (for the invariant checks)."""
+        return [p for _, pages in self._fenced for p in pages]

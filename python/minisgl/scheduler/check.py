@@ -29,11 +29,9 @@ def check_invariants(scheduler: Scheduler) -> None:
 def check_idle(scheduler: Scheduler) -> None:
     """Check cheaply, whenever the scheduler is idle, that all rows and pages have been given back."""
     cache, rows = scheduler.cache, scheduler.rows
-    if cache.available != cache.num_pages or cache.prefix.protected_size or rows.available != rows.num_rows:
-        raise InvariantError(
-            f"idle, but of {cache.num_pages} pages only {cache.available} are available, {cache.prefix.size_info}, "
-            f"and of {rows.num_rows} rows {rows.available}"
-        )
+    used, cached = cache.pages.num_used, cache.prefix.size_info
+    if used != cached.evictable_size or cached.protected_size or rows.available != rows.num_rows:
+        raise InvariantError(f"idle, but {used} pages are used, {cached}, and of {rows.num_rows} rows {rows.available}")
     if scheduler.leaving:
         raise InvariantError(f"idle, but requests {list(scheduler.leaving)} are still leaving")
     if cache.bounded is not None and any(pool.rows for pool in cache.bounded.pools):
@@ -41,9 +39,9 @@ def check_idle(scheduler: Scheduler) -> None:
 
 
 def _check_pages(scheduler: Scheduler) -> None:
-    """Each page is free, fenced, cached or private to one request: exactly one of these."""
+    """Each page of a block is free, fenced, cached or private to one request: exactly one of these."""
     cache = scheduler.cache
-    free, fenced = cache.unowned_pages()
+    cache.arena.check()
     owner: dict[int, str] = {}
 
     def claim(pages: list[int], name: str) -> None:
@@ -52,8 +50,8 @@ def _check_pages(scheduler: Scheduler) -> None:
                 raise InvariantError(f"page {page} belongs to {owner[page]} and to {name}")
             owner[page] = name
 
-    claim(free, "the free list")
-    claim(fenced, "the fence")
+    claim([*cache.pages.free], "the free list")
+    claim(cache.fenced_pages(), "the fence")
     claim(cache.prefix.owned_pages(), "the prefix cache")
     for req in scheduler.live.values():
         if req.cache_handle is not None:
@@ -62,9 +60,8 @@ def _check_pages(scheduler: Scheduler) -> None:
             for page in req.pages[:shared]:
                 if owner.get(page) != "the prefix cache":
                     raise InvariantError(f"request {req.uid} shares page {page}, which {owner.get(page)} owns")
-    if len(owner) != cache.num_pages:
-        lost = sorted(set(range(cache.num_pages)) - owner.keys())
-        raise InvariantError(f"pages {lost[:8]} have no owner")
+    if len(owner) != cache.pages.num_used + len(cache.pages.free):
+        raise InvariantError(f"{cache.pages.num_used} pages are in use, but {len(owner)} have an owner or are free")
 
 
 def _check_bounded(scheduler: Scheduler) -> None:
@@ -78,7 +75,7 @@ def _check_bounded(scheduler: Scheduler) -> None:
         if pool.rows.keys() != {req.row for req in held} or pool.snapshots.keys() != owners:
             raise InvariantError(f"ids of group {pool.group} belong to rows or snapshots that are gone")
         ids = [*pool.free, *chain(*(of.values() for of in (*pool.rows.values(), *pool.snapshots.values())))]
-        if sorted(ids) != list(range(pool.capacity)) or pool.spare < 0 or pool.excess > pool.reserve:
+        if len({*ids}) != len(ids) or len(ids) != pool.num_used + len(pool.free) or pool.excess > pool.reserve:
             raise InvariantError(f"ids of group {pool.group} are lost, held twice, or held in excess")
         for node, snapshot in bounded.snapshots.of.items():
             length = node.depth * rows.page_size

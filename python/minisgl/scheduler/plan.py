@@ -34,6 +34,7 @@ if TYPE_CHECKING:
     import numpy.typing as npt
 
     from minisgl.core import StepCosts, StepResult
+    from minisgl.kvcache.arena import Blocks
     from minisgl.kvcache.snapshots import Bounded
     from minisgl.kvcache.tiers import TierSpec
     from minisgl.layout import Ints, Records
@@ -59,7 +60,7 @@ class StepOutput(Protocol):
 class StepEngine(Protocol):
     """What the scheduler needs of an engine (`engine.Engine`, or a fake one in tests)."""
 
-    num_pages: int
+    blocks: Blocks  # of memory for the state of texts
     page_size: int
     max_running_requests: int
     limits: Limits

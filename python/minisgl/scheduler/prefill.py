@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Final
 
 import numpy as np
 
+from minisgl.layout import FULL
 from minisgl.scheduler.plan import Chunk
 from minisgl.scheduler.req import Req, Status
 
@@ -228,10 +229,11 @@ class PrefillManager:
         need = cache.pages_for(len(req.ids)) - len(shared)
         # Alone, a request needs no margin: `Admission` has checked that the pool can hold it to its end.
         margin = cache.pages_for(reserved + self.growth.tokens(req)) if reserved else 0
-        fits = need + margin <= cache.available and (cache.bounded is None or cache.bounded.has_room())
-        if not fits or (own := cache.allocate(need)) is None:
+        needs = {FULL: need} | ({} if cache.bounded is None else cache.bounded.row_needs)
+        if need + margin > cache.available or not cache.make_room(needs):
             cache.detach(req)
             return False
+        own = cache.pages.take(need)
         self.rows.allocate(req, len(shared) * cache.page_size)
         req.pages = shared + own
         if cache.bounded is not None:

@@ -26,6 +26,7 @@ import numpy as np
 
 from minisgl.core import StepCosts
 from minisgl.errors import ConfigError, RequestError
+from minisgl.kvcache.arena import Blocks
 from minisgl.kvcache.snapshots import Bounded
 from minisgl.kvcache.tiers import TierSpec
 from minisgl.layout import as_words
@@ -48,7 +49,7 @@ class Header(msgspec.Struct, kw_only=True):
 
     config: SchedulerConfig
     has_texts: bool
-    num_pages: int
+    blocks: Blocks
     page_size: int
     max_running_requests: int
     limits: Limits
@@ -104,7 +105,7 @@ class RecordingScheduler(Scheduler):
         header = Header(
             config=replace(config, engine=engine_config, record=None, overlap=bool(self.depth)),
             has_texts=config.record_texts,
-            num_pages=engine.num_pages,
+            blocks=engine.blocks,
             page_size=engine.page_size,
             max_running_requests=engine.max_running_requests,
             limits=engine.limits,

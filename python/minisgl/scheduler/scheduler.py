@@ -27,6 +27,7 @@ import numpy as np
 from minisgl.distributed.control import PlanBus
 from minisgl.errors import ConfigError, InvariantError, RequestError
 from minisgl.kvcache import create_prefix_cache
+from minisgl.kvcache.arena import Arena
 from minisgl.kvcache.snapshots import IdPool, Snapshots
 from minisgl.kvcache.tiers import worthwhile_tiers
 from minisgl.layout import NO_INTS, NO_MOVES
@@ -96,19 +97,19 @@ class Scheduler:
         self.pace = Pace(config, costs, engine.is_async)
         overlap = engine.is_async if config.overlap is None else config.overlap
         self.depth = int(overlap and not is_overlap_disabled())
-        limits, pool_tokens = engine.limits, engine.num_pages * engine.page_size
-        self.admission = Admission(config, limits, pool_tokens)
+        limits, arena = engine.limits, Arena(engine.blocks)
+        pools = [IdPool(arena, bounded, engine.page_size, config.max_prefill_length) for bounded in engine.bounded]
+        self.admission = Admission(config, limits, arena.most_pages * engine.page_size)
         max_tokens = self.admission.max_tokens
         self.rows = Rows(
             engine.max_running_requests, max_tokens, engine.page_size, limits.vocab_size, engine.eos_token_ids
         )
         tiers = worthwhile_tiers(engine.tiers, engine.page_size, costs, is_fresh=config.record is not None)
-        pools = [IdPool(bounded, engine.page_size, config.max_prefill_length) for bounded in engine.bounded]
         if pools and tiers:
             raise ConfigError("--host-kv and --disk-kv do not keep the windows and recurrent states of this model")
         snapshots = Snapshots(pools) if pools else None
         prefix_cache = create_prefix_cache(config.cache_type, engine.page_size, tiers, snapshots)
-        self.cache = CacheManager(engine.num_pages, engine.page_size, prefix_cache, self.rows)
+        self.cache = CacheManager(arena, engine.page_size, prefix_cache, self.rows)
         computing = math.inf if costs is None else costs.per_token * engine.page_size
         self._place_costs = [0.0, *(tier.spec.page_seconds / computing for tier in tiers)]
         self.pages_ahead = math.ceil(2 * config.max_prefill_length / engine.page_size)  # that two steps may evict

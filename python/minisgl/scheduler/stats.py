@@ -56,7 +56,7 @@ class Stats:
     def snapshot(self, scheduler: Scheduler) -> StatsMsg:
         """Return the totals, and the queues and pages of now."""
         cache = scheduler.cache
-        free, evictable = cache.free_size, cache.prefix.evictable_size
+        free, evictable = cache.free_size, cache.evictable_size
         return StatsMsg(
             step=scheduler.step_number,
             running=len(scheduler.decode.running) + len(scheduler.prefill.chunked),
@@ -114,8 +114,8 @@ def engine_view(scheduler: Scheduler, uid: int) -> EngineView:
     ]
     in_prefill, decoding = scheduler.prefill.chunked, scheduler.decode.running
     batch = [(req, True) for req in in_prefill] + [(req, False) for req in decoding]
-    free = cache.free_size + len(cache.unowned_pages()[1])
-    locked, cached = cache.prefix.protected_size, cache.prefix.evictable_size
+    free = cache.free_size + len(cache.fenced_pages())
+    locked, cached = cache.prefix.protected_size, cache.evictable_size
     return EngineView(
         uid=uid,
         step=scheduler.step_number,

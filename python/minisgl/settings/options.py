@@ -198,14 +198,9 @@ class EngineConfig(Settings):
     )
     num_pages: int | None = option(
         None,
-        "pages of the KV cache; default = as many as --memory-ratio allows",
+        "pages of the KV cache, of which sliding windows and recurrent states take a part; default = as many as "
+        "--memory-ratio allows",
         aliases=("num_gpu_blocks_override",),
-        minimum=1,
-    )
-    context_tokens: int | None = option(
-        None,
-        "length of the requests for which a model with sliding windows divides its memory between layers with and "
-        "without them; default = from the model",
         minimum=1,
     )
     memory_ratio: float | None = option(

@@ -305,7 +305,8 @@ def _dims(x, IS_FP8: tl.constexpr):
 
 @triton.jit
 def _begin_with_new_key(
-    qkv_ptr, q_weight_ptr, k_weight_ptr, cos_sin_ptr, pages_ptr, kv_scale_ptr, head, slot, is_last, scale, eps,
+    qkv_ptr, q_weight_ptr, k_weight_ptr, cos_sin_ptr, pages_ptr, kv_scale_ptr, stride_page, stride_scale, head, slot,
+    is_last, scale, eps,
     NUM_KV_HEADS: tl.constexpr, GROUP_SIZE: tl.constexpr, BLOCK_M: tl.constexpr, HEAD_DIM: tl.constexpr,
     PAGE_SIZE: tl.constexpr, HAS_NORM: tl.constexpr, IS_FP8: tl.constexpr,
 ):  # fmt: skip
@@ -326,14 +327,14 @@ def _begin_with_new_key(
     k_low, k_high = rotated(k_low, k_high, k_weight_ptr, cos, sin, eps, HEAD_DIM, HAS_NORM)
     q_low, q_high = q_low.to(tl.float32), q_high.to(tl.float32)
     k_low, k_high = k_low.to(tl.float32), k_high.to(tl.float32)
-    index = (slot // PAGE_SIZE * 2 * NUM_KV_HEADS + head) * PAGE_SIZE + slot % PAGE_SIZE
-    k_ptrs = pages_ptr + index * HEAD_DIM + half[None, :] + offs_g[:, None] * 0
+    index = head * PAGE_SIZE + slot % PAGE_SIZE
+    k_ptrs = pages_ptr + slot // PAGE_SIZE * stride_page + index * HEAD_DIM + half[None, :] + offs_g[:, None] * 0
     stride_kv = NUM_KV_HEADS * PAGE_SIZE * HEAD_DIM
     is_stored = is_last & (offs_g == 0)
     if IS_FP8:
         k8_low, k8_high, new_k_scale, k_low, k_high = _round(k_low, k_high)
         v8_low, v8_high, new_v_scale, v_low, v_high = _round(v_low.to(tl.float32), v_high.to(tl.float32))
-        scale_ptrs = kv_scale_ptr + index + offs_g * 0
+        scale_ptrs = kv_scale_ptr + slot // PAGE_SIZE * stride_scale + index + offs_g * 0
         tl.store(scale_ptrs, new_k_scale, mask=is_stored)
         tl.store(scale_ptrs + NUM_KV_HEADS * PAGE_SIZE, new_v_scale, mask=is_stored)
     else:
@@ -351,7 +352,7 @@ def _begin_with_new_key(
 
 @triton.jit
 def _load_tile(
-    pages_ptr, kv_scale_ptr, table_ptr, start, head, is_key,
+    pages_ptr, kv_scale_ptr, table_ptr, stride_page, stride_scale, start, head, is_key,
     NUM_KV_HEADS: tl.constexpr, HEAD_DIM: tl.constexpr, PAGE_SIZE: tl.constexpr, TILE_KEYS: tl.constexpr,
     IS_FP8: tl.constexpr,
 ):  # fmt: skip
@@ -363,20 +364,21 @@ def _load_tile(
     offs_n = start + tl.arange(0, TILE_KEYS)
     if PAGE_SIZE >= TILE_KEYS:
         page = tl.load(table_ptr + start // PAGE_SIZE).to(tl.int64)
-        offset = (page * 2 * NUM_KV_HEADS + head) * PAGE_SIZE + start % PAGE_SIZE + tl.arange(0, TILE_KEYS)
+        offset = head * PAGE_SIZE + start % PAGE_SIZE + tl.arange(0, TILE_KEYS)
     else:
         page = tl.load(table_ptr + offs_n // PAGE_SIZE, mask=is_key, other=0).to(tl.int64)
-        offset = (page * 2 * NUM_KV_HEADS + head) * PAGE_SIZE + offs_n % PAGE_SIZE
+        offset = head * PAGE_SIZE + offs_n % PAGE_SIZE
     if IS_FP8:
-        k_ptrs = pages_ptr.to(tl.pointer_type(tl.uint16)) + offset[:, None] * (HEAD_DIM // 2)
-        k_ptrs += tl.arange(0, HEAD_DIM // 2)[None, :]
+        first = page * (stride_page // 2) + offset * (HEAD_DIM // 2)
+        k_ptrs = pages_ptr.to(tl.pointer_type(tl.uint16)) + first[:, None] + tl.arange(0, HEAD_DIM // 2)[None, :]
         k = tl.load(k_ptrs, mask=is_key[:, None], other=0)
         v = tl.load(k_ptrs + stride_kv // 2, mask=is_key[:, None], other=0)
-        k_scale = tl.load(kv_scale_ptr + offset, mask=is_key, other=0.0)
-        v_scale = tl.load(kv_scale_ptr + offset + NUM_KV_HEADS * PAGE_SIZE, mask=is_key, other=0.0)
+        scale_ptrs = kv_scale_ptr + page * stride_scale + offset
+        k_scale = tl.load(scale_ptrs, mask=is_key, other=0.0)
+        v_scale = tl.load(scale_ptrs + NUM_KV_HEADS * PAGE_SIZE, mask=is_key, other=0.0)
         return k, v, k_scale, v_scale
     else:
-        k_ptrs = pages_ptr + offset[:, None] * HEAD_DIM + tl.arange(0, HEAD_DIM)[None, :]
+        k_ptrs = pages_ptr + (page * stride_page + offset * HEAD_DIM)[:, None] + tl.arange(0, HEAD_DIM)[None, :]
         k = tl.load(k_ptrs, mask=is_key[:, None], other=0.0)
         v = tl.load(k_ptrs + stride_kv, mask=is_key[:, None], other=0.0)
         return k, v, is_key, is_key
@@ -417,7 +419,7 @@ def _add_tile(m, total, acc, x, v, v_scale, IS_FP8: tl.constexpr):
 def decode_attention(
     q_ptr, pages_ptr, kv_scale_ptr, page_table_ptr, cu_query_lens_ptr, work_ptr, counters_ptr, part_ptr, lse_ptr,
     out_ptr, q_weight_ptr, k_weight_ptr, cos_sin_ptr, out_loc_ptr,
-    scale, eps, stride_q, stride_table,
+    scale, eps, stride_q, stride_table, stride_page, stride_scale,
     NUM_KV_HEADS: tl.constexpr, GROUP_SIZE: tl.constexpr, BLOCK_G: tl.constexpr, BLOCK_M: tl.constexpr,
     HEAD_DIM: tl.constexpr, PAGE_SIZE: tl.constexpr, TILE_KEYS: tl.constexpr, NUM_STAGES: tl.constexpr,
     NUM_SPLITS: tl.constexpr, WINDOW: tl.constexpr, FUSED: tl.constexpr, HAS_NORM: tl.constexpr,
@@ -425,19 +427,20 @@ def decode_attention(
 ):  # fmt: skip
     """out [T, Hq, D] = softmax(q K^T / sqrt(D)) V of each sequence, causal; grid (NUM_SPLITS * Hk).
 
-    q [T, >= Hq, D] has token stride `stride_q`; pages [P, 2, Hk, page, D]; `scale` includes log2(e). The part of
-    sequence j in split i, if j has several parts, is at index j + i of part [B + NUM_SPLITS, Hk, MAX_QUERIES * G, D]
-    and lse [B + NUM_SPLITS, Hk, MAX_QUERIES * G], float32. BLOCK_M is the smallest power of two >= MAX_QUERIES * G,
-    and at least the smallest tile of the tensor cores; BLOCK_G of its rows are merged at once.
+    q [T, >= Hq, D] has token stride `stride_q`; pages [P, 2, Hk, page, D], each contiguous and `stride_page` elements
+    from the next; `scale` includes log2(e). The part of sequence j in split i, if j has several parts, is at index
+    j + i of part [B + NUM_SPLITS, Hk, MAX_QUERIES * G, D] and lse [B + NUM_SPLITS, Hk, MAX_QUERIES * G], float32.
+    BLOCK_M is the smallest power of two >= MAX_QUERIES * G, and at least the smallest tile of the tensor cores; BLOCK_G
+    of its rows are merged at once.
 
     MAX_QUERIES: if 1, sequence j is token j. Otherwise its tokens are those between entries j and j + 1 of
     `cu_query_lens`. Tokens beyond MAX_QUERIES, which pad a step, get no output.
 
-    IS_FP8: pages are float8_e4m3fn with a scale [P, 2, Hk, page] for each token and head. GEMMs are in float16, which
-    represents these values exactly. The tensor cores need two adjacent keys of one dimension of V in a register, but
-    only 16-bit elements can be transposed between shared memory and registers. So two dimensions of V are read as one
-    16-bit element, and even and odd dimensions are accumulated separately. K is split likewise, so that the query needs
-    no shuffles.
+    IS_FP8: pages are float8_e4m3fn with a scale [P, 2, Hk, page] for each token and head, `stride_scale` elements from
+    page to page. GEMMs are in float16, which represents these values exactly. The tensor cores need two adjacent keys
+    of one dimension of V in a register, but only 16-bit elements can be transposed between shared memory and registers.
+    So two dimensions of V are read as one 16-bit element, and even and odd dimensions are accumulated separately. K is
+    split likewise, so that the query needs no shuffles.
 
     FUSED: q is followed by the new keys and values, straight from the projection; each is the last of its sequence.
     This kernel applies norm and RoPE, and the program with a sequence's last part stores its key and value at
@@ -517,8 +520,9 @@ def decode_attention(
                 if PDL:
                     gdc_wait()
                 query, m, total, first = _begin_with_new_key(
-                    q_seq_ptr, q_weight_ptr, k_weight_ptr, new_cos_sin_ptr, pages_ptr, kv_scale_ptr, head, slot,
-                    is_last, scale, eps, NUM_KV_HEADS, GROUP_SIZE, BLOCK_M, HEAD_DIM, PAGE_SIZE, HAS_NORM, IS_FP8,
+                    q_seq_ptr, q_weight_ptr, k_weight_ptr, new_cos_sin_ptr, pages_ptr, kv_scale_ptr, stride_page,
+                    stride_scale, head, slot, is_last, scale, eps, NUM_KV_HEADS, GROUP_SIZE, BLOCK_M, HEAD_DIM,
+                    PAGE_SIZE, HAS_NORM, IS_FP8,
                 )  # fmt: skip
                 queries = _dims(query.to(tl.float16) if IS_FP8 else query, IS_FP8)
                 acc = _dims(first * 256.0 if IS_FP8 else first, IS_FP8)
@@ -527,8 +531,8 @@ def decode_attention(
             if WINDOW > 0:
                 is_key = is_key & (offs_n > length - num_queries - WINDOW)
             k, v, k_scale, v_scale = _load_tile(
-                pages_ptr, kv_scale_ptr, table_ptr, start, head, is_key, NUM_KV_HEADS, HEAD_DIM, PAGE_SIZE, TILE_KEYS,
-                IS_FP8,
+                pages_ptr, kv_scale_ptr, table_ptr, stride_page, stride_scale, start, head, is_key, NUM_KV_HEADS,
+                HEAD_DIM, PAGE_SIZE, TILE_KEYS, IS_FP8,
             )  # fmt: skip
             x = _scores(queries, k, k_scale, scale, IS_FP8)
             is_seen = is_key[None, :]

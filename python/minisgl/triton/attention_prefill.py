@@ -106,7 +106,8 @@ def _scaled(x, scale):
 
 @triton.jit
 def _add_keys(
-    acc, m, total, query, position, pages_ptr, kv_scale_ptr, table_ptr, head, lo, hi, low, scale,
+    acc, m, total, query, position, pages_ptr, kv_scale_ptr, table_ptr, stride_page, stride_scale, head, lo, hi, low,
+    scale,
     NUM_KV_HEADS: tl.constexpr, HEAD_DIM: tl.constexpr, PAGE_SIZE: tl.constexpr, BLOCK_N: tl.constexpr,
     IS_FP8: tl.constexpr, NUM_STAGES: tl.constexpr, WINDOW: tl.constexpr, MASKED: tl.constexpr,
 ):  # fmt: skip
@@ -122,12 +123,11 @@ def _add_keys(
         offs_n = start + tl.arange(0, BLOCK_N)
         if PAGE_SIZE >= BLOCK_N:
             page = tl.load(table_ptr + start // PAGE_SIZE).to(tl.int64)
-            offset = (page * 2 * NUM_KV_HEADS + head) * PAGE_SIZE * HEAD_DIM
-            offset += (start % PAGE_SIZE + tl.arange(0, BLOCK_N)) * HEAD_DIM
+            index = head * PAGE_SIZE + start % PAGE_SIZE + tl.arange(0, BLOCK_N)
         else:
             page = tl.load(table_ptr + offs_n // PAGE_SIZE, mask=offs_n < hi, other=0).to(tl.int64)
-            offset = (page * 2 * NUM_KV_HEADS + head) * PAGE_SIZE * HEAD_DIM + (offs_n % PAGE_SIZE) * HEAD_DIM
-        k_ptrs = pages_ptr + offset[:, None] + offs_d[None, :]
+            index = head * PAGE_SIZE + offs_n % PAGE_SIZE
+        k_ptrs = pages_ptr + (page * stride_page + index * HEAD_DIM)[:, None] + offs_d[None, :]
         v_ptrs = k_ptrs + NUM_KV_HEADS * PAGE_SIZE * HEAD_DIM
         is_key = offs_n < hi
         if WINDOW > 0:
@@ -139,7 +139,7 @@ def _add_keys(
             k = tl.load(k_ptrs)
             v = tl.load(v_ptrs)
         if IS_FP8:
-            scale_ptrs = kv_scale_ptr + offset // HEAD_DIM
+            scale_ptrs = kv_scale_ptr + page * stride_scale + index
             k = _scaled(k, tl.load(scale_ptrs, mask=is_key, other=0.0))
             v = _scaled(v, tl.load(scale_ptrs + NUM_KV_HEADS * PAGE_SIZE, mask=is_key, other=0.0))
         x = tl.dot(query, tl.trans(k), input_precision="ieee")
@@ -167,15 +167,15 @@ def _add_keys(
 )
 def prefill_attention(
     q_ptr, pages_ptr, kv_scale_ptr, page_table_ptr, work_ptr, part_ptr, lse_ptr, out_ptr,
-    scale, stride_q, stride_table,
+    scale, stride_q, stride_table, stride_page, stride_scale,
     NUM_KV_HEADS: tl.constexpr, GROUP_SIZE: tl.constexpr, HEAD_DIM: tl.constexpr, PAGE_SIZE: tl.constexpr,
     BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, NUM_STAGES: tl.constexpr, MAX_PARTS: tl.constexpr,
     WINDOW: tl.constexpr, IS_FP8: tl.constexpr,
 ):  # fmt: skip
     """out [T, Hq, D] = softmax(scale q K^T) V of the listed tiles, causal; grid (at least items * Hk).
 
-    q [T, >= Hq, D] has token stride `stride_q`; pages [P, 2, Hk, page, D]; `scale` includes log2(e);
-    part [MAX_PARTS * BLOCK_M, D] and lse [MAX_PARTS * BLOCK_M] float32. IS_FP8 is that of `decode_attention`. Then q
+    q [T, >= Hq, D] has token stride `stride_q`; `scale` includes log2(e); part [MAX_PARTS * BLOCK_M, D] and
+    lse [MAX_PARTS * BLOCK_M] float32. Pages, their strides and IS_FP8 are those of `decode_attention`. With IS_FP8, q
     should be float16: a converted q would take 32 registers per thread, since Triton keeps only loaded operands in
     shared memory.
     """
@@ -220,17 +220,20 @@ def prefill_attention(
         # Keys that have left the window of the tile's last query.
         left_window = tl.minimum(tl.maximum(tl.cdiv(end - WINDOW, BLOCK_N) * BLOCK_N, lo), hi)
         acc, m, total = _add_keys(
-            acc, m, total, query, position, pages_ptr, kv_scale_ptr, table_ptr, head, lo, left_window, low, scale,
+            acc, m, total, query, position, pages_ptr, kv_scale_ptr, table_ptr, stride_page, stride_scale, head, lo,
+            left_window, low, scale,
             NUM_KV_HEADS, HEAD_DIM, PAGE_SIZE, BLOCK_N, IS_FP8, 2, WINDOW, True,
         )  # fmt: skip
         lo = left_window
         unmasked_end = tl.maximum(unmasked_end, lo)
     acc, m, total = _add_keys(
-        acc, m, total, query, position, pages_ptr, kv_scale_ptr, table_ptr, head, lo, unmasked_end, low, scale,
+        acc, m, total, query, position, pages_ptr, kv_scale_ptr, table_ptr, stride_page, stride_scale, head, lo,
+        unmasked_end, low, scale,
         NUM_KV_HEADS, HEAD_DIM, PAGE_SIZE, BLOCK_N, IS_FP8, NUM_STAGES, WINDOW, False,
     )  # fmt: skip
     acc, m, total = _add_keys(
-        acc, m, total, query, position, pages_ptr, kv_scale_ptr, table_ptr, head, unmasked_end, hi, low, scale,
+        acc, m, total, query, position, pages_ptr, kv_scale_ptr, table_ptr, stride_page, stride_scale, head,
+        unmasked_end, hi, low, scale,
         NUM_KV_HEADS, HEAD_DIM, PAGE_SIZE, BLOCK_N, IS_FP8, 2, WINDOW, True,
     )  # fmt: skip
 

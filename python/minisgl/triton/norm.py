@@ -11,7 +11,7 @@ import triton.language as tl
 from torch import Tensor, empty, empty_like
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
-from minisgl.ops.quantized import Pages, QuantizedPages, data_and_scale
+from minisgl.ops.quantized import Pages, QuantizedPages, data_and_scale, page_strides
 from minisgl.ops.reference import HeadTransform
 from minisgl.triton.launch import MAX_CHAINED, pdl_options
 
@@ -118,7 +118,7 @@ def _rounded(x1, x2, scale_ptrs, mask):
 @triton.jit
 def _norm_rope_store(
     qkv_ptr, q_weight_ptr, k_weight_ptr, cos_sin_ptr, positions_ptr, pages_ptr, scale_ptr, out_loc_ptr,
-    stride_page, stride_kv, stride_head, stride_slot, eps,
+    stride_page, stride_scale, eps,
     NUM_HEADS: tl.constexpr, NUM_KV_HEADS: tl.constexpr, HEAD_DIM: tl.constexpr, PAGE_SIZE: tl.constexpr,
     HAS_NORM: tl.constexpr, BLOCK_HEADS: tl.constexpr, BLOCK_KV_HEADS: tl.constexpr, IS_FP8: tl.constexpr,
     PDL: tl.constexpr,
@@ -157,17 +157,20 @@ def _norm_rope_store(
         v_ptrs = k_ptrs + NUM_KV_HEADS * HEAD_DIM
         v1 = tl.load(v_ptrs, mask=kv_mask, other=0.0)
         v2 = tl.load(v_ptrs + HEAD_DIM // 2, mask=kv_mask, other=0.0)
-        offset = (slot // PAGE_SIZE) * stride_page + (slot % PAGE_SIZE) * stride_slot + kv_head * stride_head
+        index = kv_head * PAGE_SIZE + slot % PAGE_SIZE
+        k_page_ptrs = pages_ptr + slot // PAGE_SIZE * stride_page + index * HEAD_DIM + offs_d
+        v_page_ptrs = k_page_ptrs + NUM_KV_HEADS * PAGE_SIZE * HEAD_DIM
+        scale_ptrs = scale_ptr + slot // PAGE_SIZE * stride_scale + index
         if IS_FP8:
-            v1, v2 = _rounded(v1, v2, scale_ptr + (offset + stride_kv) // HEAD_DIM, kv_mask)
-        tl.store(pages_ptr + offset + stride_kv + offs_d, v1, mask=kv_mask)
-        tl.store(pages_ptr + offset + stride_kv + offs_d + HEAD_DIM // 2, v2, mask=kv_mask)
+            v1, v2 = _rounded(v1, v2, scale_ptrs + NUM_KV_HEADS * PAGE_SIZE, kv_mask)
+        tl.store(v_page_ptrs, v1, mask=kv_mask)
+        tl.store(v_page_ptrs + HEAD_DIM // 2, v2, mask=kv_mask)
         cos, sin = tl.load(cos_ptrs), tl.load(cos_ptrs + HEAD_DIM // 2)
         k1, k2 = rotated(k1, k2, k_weight_ptr, cos, sin, eps, HEAD_DIM, HAS_NORM)
         if IS_FP8:
-            k1, k2 = _rounded(k1, k2, scale_ptr + offset // HEAD_DIM, kv_mask)
-        tl.store(pages_ptr + offset + offs_d, k1, mask=kv_mask)
-        tl.store(pages_ptr + offset + offs_d + HEAD_DIM // 2, k2, mask=kv_mask)
+            k1, k2 = _rounded(k1, k2, scale_ptrs, kv_mask)
+        tl.store(k_page_ptrs, k1, mask=kv_mask)
+        tl.store(k_page_ptrs + HEAD_DIM // 2, k2, mask=kv_mask)
 
 
 def norm_rope_store(qkv: Tensor, heads: HeadTransform, positions: Tensor, pages: Pages, out_loc: Tensor) -> Tensor:
@@ -187,7 +190,7 @@ def norm_rope_store(qkv: Tensor, heads: HeadTransform, positions: Tensor, pages:
     block, kv_block = (min(triton.next_power_of_2(n), max(1, 1024 // dim)) for n in (num_heads, num_kv_heads))
     _norm_rope_store[(tokens, triton.cdiv(num_heads, block) + triton.cdiv(num_kv_heads, kv_block))](
         qkv, heads.q_weight if has_norm else qkv, heads.k_weight if has_norm else qkv, heads.cos_sin, positions, data,
-        scale, out_loc, *data.stride()[:4], heads.eps,
+        scale, out_loc, *page_strides(pages), heads.eps,
         NUM_HEADS=num_heads, NUM_KV_HEADS=num_kv_heads, HEAD_DIM=dim, PAGE_SIZE=page_size, HAS_NORM=has_norm,
         BLOCK_HEADS=block, BLOCK_KV_HEADS=kv_block, IS_FP8=isinstance(pages, QuantizedPages),
         **pdl_options(qkv.device, tokens <= MAX_CHAINED),

@@ -49,12 +49,11 @@ class Stepper:
     It uses all pages and rows, so the engine's scheduler must be idle, with an empty cache.
     """
 
-    def __init__(self, runner: EagerRunner | NativeRunner, *num_pages: int) -> None:
-        """`num_pages` of each group of pages."""
+    def __init__(self, runner: EagerRunner | NativeRunner) -> None:
         self.runner = runner
         self.page_size = runner.parts.page_size
         rng = np.random.default_rng(0)
-        self._free: list[list[int]] = [rng.permutation(count).tolist() for count in num_pages]
+        self._free: list[list[int]] = [rng.permutation(ids).tolist() for ids in runner.parts.store.blocks.spread()]
         self._pages: dict[int, list[list[int]]] = {}  # of a row, one in each group
         self._writes: list[tuple[int, int, int, int]] = []
 
@@ -95,4 +94,4 @@ def stepper_of(llm: LLM) -> Stepper:
     """Return a `Stepper` for the engine of `llm`, which must not be an embedding model."""
     engine = engine_of(llm)
     assert not isinstance(engine.general, PoolingRunner), "an embedding model has no logits"
-    return Stepper(engine.general, *engine.memory.num_pages)
+    return Stepper(engine.general)

@@ -43,7 +43,7 @@ class Case:
         max_queries: int = 1,
     ) -> None:
         pages, table, q, self.spans = setting(mix, page_size, group, dim, dtype, seed)
-        self.pages: Any = pages.to(device)
+        self.pages: Any = apart(pages.to(device))
         self.table, self.q = table.to(device), q.to(device)
         self.kv_heads, self.dim, self.page_size = pages.shape[2], dim, page_size
         batch = make_batch(self.spans)
@@ -75,7 +75,7 @@ class Case:
         poison(self.q)
         pages = self.pages
         if self.kind.window is not None and isinstance(pages, torch.Tensor):
-            pages = pages.clone()
+            pages = apart(pages)
             give_back(pages, self.table, self.spans, self.kind.window)
         return self.step().forward(q, pages)
 
@@ -85,6 +85,14 @@ class Case:
     def heads(self, with_norm: bool) -> HeadTransform:
         q_weight, k_weight = self.weights if with_norm else (None, None)
         return HeadTransform(q_weight, k_weight, EPS, self.cos_sin)
+
+
+def apart(pages: torch.Tensor) -> torch.Tensor:
+    """Return a copy in which the pages lie apart, as where other layers' are between them."""
+    memory = torch.full((len(pages), pages[0].numel() + 64), 0.0, dtype=torch.float32, device=pages.device)
+    copy = memory.to(pages.dtype)[:, : pages[0].numel()].view(pages.shape)
+    copy.view(torch.uint8)[:] = pages.view(torch.uint8)
+    return copy
 
 
 def on(batch: Batch, device: str) -> Batch:
@@ -205,7 +213,7 @@ def check_attend(
 def quantized(pages: torch.Tensor) -> QuantizedPages:
     """The pages rounded; NaN stays NaN."""
     q, scale = round_fp8(pages.reshape(-1, pages.shape[-1]), 0)
-    return QuantizedPages(q.view(pages.shape), scale.view(pages.shape[:-1]))
+    return QuantizedPages(apart(q.view(pages.shape)), apart(scale.view(pages.shape[:-1])))
 
 
 def check_fp8(

@@ -18,6 +18,7 @@ from minisgl.engine import costs as measured
 from minisgl.engine.config import resolve
 from minisgl.engine.costs import SLACK, measure_costs
 from minisgl.engine.engine import Engine
+from minisgl.kvcache.arena import Blocks
 from minisgl.settings.options import EngineConfig
 from support.fake_engine import step_seconds
 from support.late_device import LateDevice
@@ -55,7 +56,7 @@ def test_costs_are_recovered(case: str, monkeypatch: pytest.MonkeyPatch) -> None
         clock.now += step_seconds(true, plan)
         return lambda: None
 
-    found = measure_costs(run, SPEC, [10_000], is_async="GPU" in case)  # type: ignore[arg-type]
+    found = measure_costs(run, SPEC, Blocks(10_000), is_async="GPU" in case)  # type: ignore[arg-type]
     assert found.per_token == pytest.approx(true.per_token, rel=0.3)
     assert found.per_context == pytest.approx(true.per_context, rel=0.05, abs=1e-12)
     assert found.per_pair == pytest.approx(true.per_pair, rel=0.3)
@@ -73,7 +74,7 @@ def test_the_first_touch_of_memory_does_not_count(monkeypatch: pytest.MonkeyPatc
         touched.update(pages)
         return lambda: None
 
-    found = measure_costs(run, SPEC, [10_000], is_async=False)  # type: ignore[arg-type]
+    found = measure_costs(run, SPEC, Blocks(10_000), is_async=False)  # type: ignore[arg-type]
     assert found.per_context == pytest.approx(true.per_context, rel=0.05)
     assert found.per_pair == pytest.approx(true.per_pair, rel=0.3)
 
@@ -86,7 +87,7 @@ def test_other_work_on_a_cpu_does_not_count(monkeypatch: pytest.MonkeyPatch) -> 
         clock.now += step_seconds(true, plan)
         return lambda: None
 
-    found = measure_costs(run, SPEC, [10_000], is_async=False)  # type: ignore[arg-type]
+    found = measure_costs(run, SPEC, Blocks(10_000), is_async=False)  # type: ignore[arg-type]
     assert found.per_token == pytest.approx(true.per_token, rel=0.3)
 
 
@@ -133,7 +134,7 @@ def test_ranks_take_the_same_steps(monkeypatch: pytest.MonkeyPatch) -> None:
             seen.append(plan.slots.tobytes())
             return lambda: None
 
-        measure_costs(run, SPEC, [10_000], is_async=False)  # type: ignore[arg-type]
+        measure_costs(run, SPEC, Blocks(10_000), is_async=False)  # type: ignore[arg-type]
     assert plans[0] == plans[1]
 
 
@@ -155,7 +156,7 @@ def test_steps_with_drafts_are_timed_where_the_device_drafts(monkeypatch: pytest
         return lambda: None
 
     spec = SimpleNamespace(**vars(SPEC) | {"drafter": "ngram", "max_queries": 5})
-    found = measure_costs(run, spec, [10_000], is_async=True)  # type: ignore[arg-type]
+    found = measure_costs(run, spec, Blocks(10_000), is_async=True)  # type: ignore[arg-type]
     assert [rows for rows, _ in found.plain] == [1, 8, 64, 256]
     assert [[tokens for tokens, _ in curve] for curve in found.drafted] == [
         [rows, 2 * rows, 5 * rows] for rows in (1, 8, 64, 256)

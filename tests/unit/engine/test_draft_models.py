@@ -177,7 +177,7 @@ class ReferenceHead:
     def features(self, ids: list[int]) -> Tensor:
         """Hidden states [T, H] of all tokens, from the outputs of the layers, each as a model that ends there."""
         parts, states = self.engine.parts, []
-        plan = spread_plan([(0, 0, len(ids), Flag.SAMPLES)], self.engine.page_size, [self.engine.num_pages])
+        plan = spread_plan([(0, 0, len(ids), Flag.SAMPLES)], self.engine.page_size, self.engine.blocks)
         plan = replace(plan, tokens=torch.tensor(ids, dtype=torch.int32).numpy())
         input_ids, batch, out_loc = parts.begin(make_batch(plan, parts.device))
         batch = replace(batch, logit_tokens=torch.arange(len(ids)))
@@ -459,6 +459,6 @@ def test_pages_of_both_models_are_counted(folder: Path, drafters: dict[str, str]
         return Engine(resolve(config, "cpu"), CpuDevice(1))
 
     plain, own, head = engine("off").memory, engine(drafters["draft"]).memory, engine(drafters["eagle3"]).memory
-    (page,) = plain.page_bytes
-    assert own.page_bytes == (2 * page,) and own.weight_bytes == 2 * plain.weight_bytes
-    assert head.page_bytes == (page * 5 // 4,)
+    page = plain.block_bytes
+    assert own.block_bytes == 2 * page and own.weight_bytes == 2 * plain.weight_bytes
+    assert head.block_bytes == page * 5 // 4

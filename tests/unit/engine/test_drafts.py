@@ -136,7 +136,7 @@ def run(
         scheduler.drafts._asks_device = device is not None and bool(len(oracle.answers) % 2)
     scheduler.depth = depth
     if device is not None:
-        scheduler.cache.on_free = engine.parts.stores[0].poison
+        scheduler.cache.on_free = engine.parts.store.poison
     answers = Answers({uid: [] for uid in range(len(requests))}, {}, {uid: [] for uid in range(len(requests))})
     todo, step = list(enumerate(requests)), 0
     while todo or io.inbox or scheduler.is_busy:

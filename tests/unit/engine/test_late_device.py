@@ -20,12 +20,12 @@ from minisgl.engine.runner import MIXERS
 from minisgl.errors import ConfigError
 from minisgl.kvcache import tree
 from minisgl.kvcache.store import StateStore
-from minisgl.layout import FULL
 from minisgl.message import AbortMsg, UserMsg, ids_from_bytes, ids_to_bytes
 from minisgl.models.families import MODELS
 from minisgl.params import Grammar, SamplingParams
 from minisgl.registry import _Entry
 from minisgl.scheduler.budget import LoadBudget, Pace
+from minisgl.scheduler.check import check_idle
 from minisgl.scheduler.grammars import Grammars
 from minisgl.scheduler.io import OfflineIO
 from minisgl.scheduler.scheduler import Scheduler
@@ -71,8 +71,8 @@ def make_requests(seed: int) -> Requests:
     return requests
 
 
-def give_poisoned(store: StateStore, give: Callable[[list[int]], None], ids: list[int]) -> None:
-    store.poison(ids)
+def give_poisoned(store: StateStore, group: int, give: Callable[[list[int]], None], ids: list[int]) -> None:
+    store.poison(ids, group)
     give(ids)
 
 
@@ -100,9 +100,9 @@ def run(
     assert (engine.general.name == "eager") == (settings["attention_backend"] == "cpu")
     compiling = LateExecutor()
     scheduler = Scheduler(config, engine, io, Grammars(FakeCompiler(VOCAB), compiling))
-    scheduler.cache.on_free = engine.parts.stores[FULL].poison
+    scheduler.cache.on_free = engine.parts.store.poison
     for pool in [] if scheduler.cache.bounded is None else scheduler.cache.bounded.pools:
-        pool.give = partial(give_poisoned, engine.parts.stores[pool.group], pool.give)
+        pool.give = partial(give_poisoned, engine.parts.store, pool.group, pool.give)
     outputs: dict[int, list[int]] = {uid: [] for uid in range(len(requests))}
     endings: dict[int, FinishReason] = {}
     todo = list(enumerate(requests))
@@ -127,7 +127,7 @@ def run(
                 assert end.failure is None, end.failure
                 endings[end.uid] = end.reason
     assert len(endings) == len(requests)
-    assert scheduler.cache.available == scheduler.cache.num_pages
+    check_idle(scheduler)
     return outputs, scheduler
 
 
@@ -185,7 +185,7 @@ def test_pages_come_back_from_the_host_as_they_were(
         (1, {"page_size": 4, "max_prefill_length": 64, "speculate": "ngram"}),
         (1, {"page_size": 1, "max_prefill_length": 24, "kv_cache_dtype": "fp8"}),
         (1, {"page_size": 16, "max_prefill_length": 8192, "cache_type": "naive"}),
-        (1, {"page_size": 4, "max_prefill_length": 32, "num_pages": 24, "max_running_requests": 6}),
+        (1, {"page_size": 4, "max_prefill_length": 32, "num_pages": 40, "max_running_requests": 12}),
     ],
     ids=str,
 )
@@ -233,9 +233,8 @@ def test_the_step_in_cpp_gives_pages_back(folder: Path, options: dict[str, objec
             {
                 "page_size": 4,
                 "max_prefill_length": 32,
-                "num_pages": 24,
-                "max_running_requests": 6,
-                "context_tokens": 16,
+                "num_pages": 40,
+                "max_running_requests": 12,
             },
         ),
     ],

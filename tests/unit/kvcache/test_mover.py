@@ -12,18 +12,20 @@ import torch
 
 from minisgl.device.device import Pending
 from minisgl.kvcache.storage import HostStore, Mover
-from minisgl.kvcache.store import StateStore
-from minisgl.layout import LOAD, MOVE, STORE
+from minisgl.kvcache.store import LayerState
+from minisgl.layout import FULL, LOAD, MOVE, STORE
+from minisgl.ops.quantized import data_and_scale
 from support.late_device import LateDevice
 from support.store import kv_store
 
 NUM_PAGES, NUM_SLOTS = 12, 9
 
 
-def step(pool: StateStore, read: list[int], written: list[int], number: int) -> torch.Tensor:
-    data = pool.tensors[0]
-    found = data[1, read, 1, 0, 3, 7].float().int()
-    data[:, written] = torch.tensor(number).to(pool.dtype)
+def step(states: list[LayerState], read: list[int], written: list[int], number: int) -> torch.Tensor:
+    first, last = (data_and_scale(state.pages)[0] for state in states)
+    found = last[read, 1, 0, 3, 7].float().int()
+    for data in (first, last):
+        data[written] = torch.tensor(number).to(data.dtype)
     return found
 
 
@@ -32,8 +34,8 @@ def step(pool: StateStore, read: list[int], written: list[int], number: int) -> 
 def test_moves_of_a_page_or_slot_keep_their_order(seed: int, dtype: torch.dtype) -> None:
     """Each step reads the pages that are loaded for it, then writes a number into others. One step is in flight."""
     rng, device = random.Random(seed), LateDevice(1)
-    pool, _ = kv_store(2, NUM_PAGES, 1, 4, 8, dtype)
-    mover = Mover(pool, [HostStore(pool, NUM_SLOTS * pool.page_bytes)], device)
+    pool, states = kv_store(2, NUM_PAGES, 1, 4, 8, dtype)
+    mover = Mover(pool, [HostStore(pool, NUM_SLOTS * pool.strides[FULL])], device)
     pages: dict[int, int] = {}  # the number in each, once all is done
     slots: dict[int, int] = {}
     steps: deque[tuple[Pending, list[int]]] = deque()
@@ -52,7 +54,7 @@ def test_moves_of_a_page_or_slot_keep_their_order(seed: int, dtype: torch.dtype)
                 slots[slot] = pages[page]
         written = rng.sample(range(NUM_PAGES), rng.randrange(4))
         others = mover.launch(np.array(moves, MOVE), np.array(written, np.int32))
-        work = partial(step, pool, read, written, number % 16)  # which 8 bits hold
+        work = partial(step, states, read, written, number % 16)  # which 8 bits hold
         steps.append((device.submit(work, 0.0), [pages[page] for page in read]))
         mover.start(others)
         pages |= dict.fromkeys(written, number % 16)

@@ -1,4 +1,4 @@
-"""The store of pages: what is declared alike is one tensor, and a page is the sum of its tensors."""
+"""The memory of state: pages of all groups are views of the same blocks."""
 
 from __future__ import annotations
 
@@ -6,25 +6,27 @@ import numpy as np
 import pytest
 import torch
 
+from minisgl.kvcache.arena import ALIGNMENT, MAX_WASTE, divide
 from minisgl.kvcache.store import LayerState, StateStore
+from minisgl.layout import FULL, STATE, WINDOW
 from minisgl.ops.quantized import E4M3, QuantizedPages
-from minisgl.specs import Paged
+from minisgl.specs import Paged, PerRow
 from support.store import kv_store
 
 
-def test_equal_states_are_one_tensor():
+def test_a_page_has_all_layers() -> None:
     store, (first, second) = kv_store(2, 3, 2, 4, 8, torch.float32)
-    (data,) = store.tensors
-    assert data.shape == (2, 3, 2, 2, 4, 8) and store.page_bytes == data[:, 0].numel() * 4
-    data.zero_()
+    assert first.pages.shape[1:] == (2, 2, 4, 8) and store.page_bytes == (2 * first.pages[0].numel() * 4,)
+    store.memory.zero_()
     second.pages[2] = 5
-    assert data[1, 2].eq(5).all() and first.pages.eq(0).all()
+    assert store.rows(FULL)[2].view(torch.float32).view(2, -1)[1].eq(5).all() and first.pages.eq(0).all()
     store.poison([1, 0])
-    assert data[:, :2].isnan().all() and not data[:, 2].isnan().any()
+    for state in (first, second):
+        assert state.pages[:2].isnan().all() and not state.pages[2].isnan().any()
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, E4M3])
-def test_a_page_is_the_sum_of_all_states(dtype: torch.dtype):
+def test_pages_are_read_and_written_whole(dtype: torch.dtype) -> None:
     """Two layers of a model, one of a drafter with fewer heads, and latents without heads."""
     store = StateStore(4, dtype, torch.device("cpu"))
     specs = Paged("kv", (2, 2, 8)), Paged("kv", (2, 2, 8)), Paged("kv", (2, 1, 16)), Paged("latent", (24,))
@@ -32,16 +34,73 @@ def test_a_page_is_the_sum_of_all_states(dtype: torch.dtype):
     store.add(states[:2]), store.add(states[2:])
     store.allocate(1)
     store.allocate(5)
-    assert [tuple(state.pages.shape) for state in states] == [(5, *spec.page_shape(4)) for spec in specs]
-    assert sum(tensor[:, 0].nbytes for tensor in store.tensors) == store.page_bytes
-    for tensor in store.tensors:
-        tensor.view(torch.uint8).random_(0, 64)
-    pages, before = store.index(np.array([4, 1], np.int32)), [tensor.clone() for tensor in store.tensors]
+    assert [tuple(state.pages.shape[1:]) for state in states] == [spec.page_shape(4) for spec in specs]
+    store.memory.random_(0, 64)
+    pages, before = store.index(np.array([4, 1], np.int32)), store.memory.clone()
     content = store.read(pages)
-    assert content.shape == (2, store.page_bytes) and content.dtype is torch.uint8
+    assert content.shape == (2, store.strides[FULL]) and content.dtype is torch.uint8
     store.poison([4, 1])
     for state in states:
         values = state.pages.scale if isinstance(state.pages, QuantizedPages) else state.pages
         assert values[[1, 4]].isnan().all() and not values[[0, 2, 3]].isnan().any()
     store.write(pages, content)
-    assert all(map(torch.equal, store.tensors, before))
+    assert torch.equal(store.memory, before)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, E4M3])
+def test_states_of_all_groups_have_memory_of_their_own(dtype: torch.dtype) -> None:
+    """Where their pages do not share a block. Each state is filled, one after the other, and none changes another."""
+    store = StateStore(4, dtype, torch.device("cpu"))
+    shapes = [(FULL, (2, 2, 8)), (WINDOW, (2, 1, 8)), (WINDOW, (2, 1, 8)), (FULL, (24,))]
+    states = [LayerState(Paged("kv", shape, group)) for group, shape in shapes]
+    states += [LayerState(PerRow("sum", (3, 5))), LayerState(PerRow("recent", (40,)))]
+    store.add(states)
+    store.allocate(7)
+    ids = store.blocks.spread()
+    assert all(map(len, ids)) and store.blocks.pages[STATE] > 1
+    parts = [(part, store.blocks, state.spec.group) for state in states for part in tensors(state)]
+    for value, (part, _, group) in enumerate(parts):
+        part.view(torch.uint8)[[*ids[group], store.dummy(group)]] = value
+    for value, (part, _, group) in enumerate(parts):
+        assert part.view(torch.uint8)[[*ids[group], store.dummy(group)]].eq(value).all()
+
+
+def tensors(state: LayerState) -> list[torch.Tensor]:
+    pages = state.pages
+    return [pages.data, pages.scale] if isinstance(pages, QuantizedPages) else [pages]
+
+
+def test_copies_are_of_whole_pages_of_a_group(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("minisgl.kvcache.store.COPIED_BYTES", 3000)  # one page or a few at once
+    store = StateStore(4, torch.float32, torch.device("cpu"))
+    states = [LayerState(Paged("kv", (2, 2, 8), group)) for group in (FULL, WINDOW, WINDOW, WINDOW)]
+    store.add(states)
+    store.allocate(12)
+    store.memory.random_(0, 64)
+    before = store.memory.clone()
+    source, target = (store.index(np.array(x, np.int32)) for x in ([1, 2, 3, 4], [8, 7, 6, 5]))
+    store.copy(WINDOW, source, target)
+    assert torch.equal(store.rows(WINDOW)[target], store.rows(WINDOW)[source])
+    store.memory.view(torch.int64).view(-1, store.strides[WINDOW] // 8)[target] = before.view(torch.int64).view(
+        -1, store.strides[WINDOW] // 8
+    )[target]
+    assert torch.equal(store.memory, before)
+
+
+@pytest.mark.parametrize(
+    ("page_bytes", "pages"),
+    [
+        ((1000,), (1,)),
+        ((10 << 16, 52 << 16), (5, 1)),
+        ((8 << 16, 40 << 16), (5, 1)),
+        ((5 << 16, 29 << 16), (17, 3)),
+        ((5 << 16, 0, 63 << 20), (201, 1, 1)),
+        ((5 << 16, 27 << 16, 63 << 20), (201, 37, 1)),
+    ],
+)
+def test_blocks_are_nearly_all_used(page_bytes: tuple[int, ...], pages: tuple[int, ...]) -> None:
+    size, found = divide(page_bytes)
+    assert found == pages
+    for count, each in zip(found, page_bytes, strict=True) if min(page_bytes) > 1000 else ():
+        assert size % count == 0 and (size // count) % ALIGNMENT == 0 and each <= size // count
+        assert 1 - count * each / size <= MAX_WASTE

@@ -10,7 +10,8 @@ import pytest
 from minisgl.core import BatchPlan, FinishReason
 from minisgl.errors import ConfigError, InvariantError
 from minisgl.kvcache import snapshots
-from minisgl.kvcache.snapshots import Bounded, IdPool, Reason, Snapshot, Snapshots, ids_per_row
+from minisgl.kvcache.arena import Arena, Blocks
+from minisgl.kvcache.snapshots import Bounded, IdPool, Reason, Snapshot, Snapshots
 from minisgl.kvcache.tiers import TierSpec
 from minisgl.layout import STATE, WINDOW
 from minisgl.scheduler import bounded
@@ -21,11 +22,7 @@ from support.fake_engine import FakeEngine
 from support.traces import Harness, run_random_trace
 
 PAGE = 4
-KINDS = {
-    "window": [Bounded(WINDOW, 200, 10)],
-    "state": [Bounded(STATE, 20)],
-    "both": [Bounded(WINDOW, 200, 10), Bounded(STATE, 20)],
-}
+KINDS = {"window": [Bounded(WINDOW, 10)], "state": [Bounded(STATE)], "both": [Bounded(WINDOW, 10), Bounded(STATE)]}
 
 
 @pytest.fixture(params=KINDS)
@@ -33,8 +30,11 @@ def kinds(request: pytest.FixtureRequest) -> list[Bounded]:
     return KINDS[request.param]
 
 
-def harness(bounded: list[Bounded], depth: int = 1, **options: object) -> Harness:
-    engine = FakeEngine(num_pages=100, page_size=PAGE, max_model_len=200, vocab=5003, bounded=bounded)
+def harness(
+    bounded: list[Bounded], depth: int = 1, num_pages: int = 100, room: int = 200, **options: object
+) -> Harness:
+    memory = {"num_pages": num_pages, "bounded": bounded, "room": [room] * len(bounded)}
+    engine = FakeEngine(page_size=PAGE, max_model_len=200, vocab=5003, **memory)
     return Harness(engine, depth, max_prefill_length=16, **options)
 
 
@@ -59,8 +59,6 @@ def test_prompts_go_on_where_a_snapshot_is(kinds: list[Bounded]) -> None:
     assert hit_of(h, text[:50]) == 0
     assert hit_of(h, [*text[:30], 9, 9, 9, 9], system_tokens=26) == 0
     assert hit_of(h, [*text[:27], 8, 8]) == 24, "the second with a system prompt finds the first's"
-    h = harness([b._replace(capacity=ids_per_row(b.window, PAGE)) for b in kinds])
-    assert hit_of(h, text) == hit_of(h, text) == 0, "a snapshot was kept without room for it"
 
 
 def test_a_prompt_is_captured_where_it_parts_from_one_that_waits(kinds: list[Bounded]) -> None:
@@ -113,9 +111,8 @@ def test_a_preempted_request_goes_on_from_its_last_snapshot(depth: int, kinds: l
 
 
 def test_rows_wait_for_ids_and_snapshots_give_way(kinds: list[Bounded]) -> None:
-    """With ids for one row and a half, and many rows."""
-    few = [b._replace(capacity=ids_per_row(b.window, PAGE) * 3 // 2 + 4) for b in kinds]
-    h = harness(few)
+    """With memory for one row and a half, and many rows."""
+    h = harness(kinds, num_pages=28, room=12)
     for i in range(12):
         h.add([i % 5, *range(40 + i)], 20, ignore_eos=True)
     h.finish_all()
@@ -134,13 +131,13 @@ def test_a_plan_with_pages_of_one_lifetime_has_no_copies_and_no_groups() -> None
 def test_the_most_ids_of_a_row_allow_for_drafts() -> None:
     assert snapshots.STEP_TOKENS == 1 + MAX_DRAFTS
     for page, window in [(1, 1), (16, 1000), (16, 1024), (64, 1024), (4, 10)]:
-        pool = IdPool(Bounded(WINDOW, 5000, window), page, 0)
+        pool = IdPool(Arena(Blocks(5000, (1, 1))), Bounded(WINDOW, window), page, 0)
         most = max(len(pool.span(n, n + 3 * snapshots.STEP_TOKENS)) for n in range(window, window + 3 * page))
         assert most == pool.per_row
 
 
 def test_tiers_are_refused(kinds: list[Bounded]) -> None:
-    engine = FakeEngine(tiers=[TierSpec("host", 40, 1e-6)], bounded=kinds)
+    engine = FakeEngine(tiers=[TierSpec("host", 40, 1e-6)], bounded=kinds, room=[20] * len(kinds))
     with pytest.raises(ConfigError, match="do not keep the windows"):
         Harness(engine, 1)
 
@@ -148,7 +145,7 @@ def test_tiers_are_refused(kinds: list[Bounded]) -> None:
 def test_without_a_prefix_cache_nothing_is_kept(kinds: list[Bounded]) -> None:
     h = harness(kinds, cache_type="naive")
     assert hit_of(h, list(range(50))) == hit_of(h, list(range(50))) == 0
-    assert all(len(pool.free) == pool.capacity for pool in h.scheduler.cache.bounded.pools)  # type: ignore[union-attr]
+    assert len(h.scheduler.cache.arena.free) == h.engine.blocks.count
 
 
 # -- mistakes are noticed

@@ -62,7 +62,7 @@ class StepInputs:
         self._in, self._turn_on_device = self._host.to(parts.device.torch_device, copy=True), zeros(1)
         self._placed = zeros(PLACED, sum(self._room))
         self._sample_rows = zeros(samples, dtype=torch.int64)
-        self._out_loc = zeros(len(parts.stores), self._room.tokens, dtype=torch.int64)
+        self._out_loc = zeros(len(parts.state.page_tables), self._room.tokens, dtype=torch.int64)
         ends = accumulate(self._room, initial=0)
         self._samples, self._sequences, self._tokens = (self._placed[:, slice(*pair)] for pair in pairwise(ends))
 

@@ -11,13 +11,14 @@
 // STAGES, IS_HALF.
 
 struct Arguments {
-    Map pages;  // [2 P, Hk page, 128] bytes
+    Map pages;  // [P, 2, Hk page, 128] bytes
     const u16 *q;  // float16
     const float *kv_scale;
     const int *page_table;
     int *work, *counters;
     float *part, *lse;
     u16 *out;
+    long long stride_scale;
     float scale;  // with log2(e)
     int stride_q, stride_table, window;  // no window: 0
 };
@@ -51,9 +52,9 @@ struct Shared {
 
 #ifdef __CUDACC__
 __device__ __forceinline__ void copy_tile(u32 to, const Map &map, int row, int page, u32 barrier, u64 policy) {
-    asm volatile("cp.async.bulk.tensor.3d.shared::cluster.global.mbarrier::complete_tx::bytes.L2::cache_hint "
-                 "[%0], [%1, {%2, %3, %4}], [%5], %6;"
-                 ::"r"(to), "l"(&map), "r"(0), "r"(row), "r"(2 * page), "r"(barrier), "l"(policy) : "memory");
+    asm volatile("cp.async.bulk.tensor.4d.shared::cluster.global.mbarrier::complete_tx::bytes.L2::cache_hint "
+                 "[%0], [%1, {%2, %3, %2, %4}], [%5], %6;"
+                 ::"r"(to), "l"(&map), "r"(0), "r"(row), "r"(page), "r"(barrier), "l"(policy) : "memory");
 }
 
 __device__ __forceinline__ void multiply(float4 &sums, const u32 (&a)[4], u32 b0, u32 b1) {
@@ -125,7 +126,7 @@ __device__ __forceinline__ void copy_all(const Arguments &a, Shared &s) {
             expect(full, 2 * TILE_BYTES + 2 * SCALE_BYTES + (is_first ? QUERY_BYTES : 0));
             if (begin + TILE >= p.length || (is_first && issued)) settle();
             const int row = head * PAGE + begin % PAGE;
-            const float *scale = a.kv_scale + (long long)page * 2 * HEADS * PAGE + row;
+            const float *scale = a.kv_scale + page * a.stride_scale + row;
             copy_tile(address(s.stages[slot].data), a.pages, row, page, full, policy);
             copy(address(s.scales[slot][0]), scale, SCALE_BYTES, full);
             copy(address(s.scales[slot][1]), scale + HEADS * PAGE, SCALE_BYTES, full);

@@ -10,10 +10,11 @@
 
 struct Arguments {
     Map query;  // [T, query heads and others, 256] bytes, float16
-    Map pages;  // [2 P, Hk page, 128] bytes
+    Map pages;  // [P, 2, Hk page, 128] bytes
     const float *kv_scale;
     const int *page_table, *work;
     u16 *out;
+    long long stride_scale;
     float scale;  // with log2(e)
     int stride_table, window;  // no window: 0
 };
@@ -51,6 +52,10 @@ struct Item {
 __device__ __forceinline__ void copy_box(u32 to, const Map &map, int x, int y, int z, u32 barrier) {
     asm volatile("cp.async.bulk.tensor.3d.shared::cluster.global.mbarrier::complete_tx::bytes [%0], [%1, {%2, %3, %4}], [%5];"
                  ::"r"(to), "l"(&map), "r"(x), "r"(y), "r"(z), "r"(barrier) : "memory");
+}
+__device__ __forceinline__ void copy_keys(u32 to, const Map &map, int row, int page, u32 barrier) {
+    asm volatile("cp.async.bulk.tensor.4d.shared::cluster.global.mbarrier::complete_tx::bytes [%0], [%1, {%2, %3, %2, %4}], [%5];"
+                 ::"r"(to), "l"(&map), "r"(0), "r"(row), "r"(page), "r"(barrier) : "memory");
 }
 __device__ __forceinline__ u32 multiply_halves(u32 a, u32 b) {
     asm("mul.rn.f16x2 %0, %0, %1;" : "+r"(a) : "r"(b));
@@ -93,10 +98,10 @@ __device__ __forceinline__ void widen_all(const Arguments &a, Shared &s) {
             start = first_key(a, item), end = item.begin + item.queries, page = table[start / PAGE];
         }
         const int row = item.head * PAGE + start % PAGE;
-        const float *scale = a.kv_scale + (long long)page * 2 * HEADS * PAGE + row;
+        const float *scale = a.kv_scale + page * a.stride_scale + row;
         s.tiles[slot] = {end - start, item.head, item.token, is_first};
         expect(full, 2 * TILE_BYTES + 2 * SCALE_BYTES);
-        copy_box(address(s.read[slot]), a.pages, 0, row, 2 * page, full);
+        copy_keys(address(s.read[slot]), a.pages, row, page, full);
         copy(address(s.scales[slot][0]), scale, SCALE_BYTES, full);
         copy(address(s.scales[slot][1]), scale + HEADS * PAGE, SCALE_BYTES, full);
         start += TILE;

@@ -13,20 +13,24 @@ namespace minisgl {
 constexpr int kKeys = 64, kGroups = kKeys / kLanes;  // keys in a block, and groups of 16 in a block
 constexpr int kBlocksAhead = 2;  // prefetched: a short block leaves time for less than the next one
 
-// One layer's K/V: [pages, 2, kv_heads, page, head_dim] of T, or of E4M3 with `scale` [pages, 2, kv_heads, page].
+// One layer's K/V: [pages, 2, kv_heads, page, head_dim] of T, or of E4M3 with `scale` [pages, 2, kv_heads, page]; both
+// with `stride` bytes from page to page.
 template <class T>
 struct Cache {
     char* data;
-    int64_t kv_heads, page, dim;
-    float* scale;  // null for pages of T
+    int64_t stride, kv_heads, page, dim;
+    char* scale;  // null for pages of T
 
     static constexpr int kStep = Dot<T>::kStep;
     bool is_packed() const { return page >= kLanes; }
     int64_t width() const { return scale ? 1 : sizeof(T); }  // bytes of an element
-    int64_t row(int64_t page_id, bool is_v, int64_t h) const { return ((page_id * 2 + is_v) * kv_heads + h) * page; }
+    int64_t row(bool is_v, int64_t h) const { return (is_v * kv_heads + h) * page; }
     template <class E>
     E* head(int64_t page_id, bool is_v, int64_t h) const {
-        return (E*)(data + row(page_id, is_v, h) * dim * width());
+        return (E*)(data + page_id * stride + row(is_v, h) * dim * width());
+    }
+    float* scales(int64_t page_id, bool is_v, int64_t h) const {
+        return (float*)(scale + page_id * stride) + row(is_v, h);
     }
     // Store one token. Slots beyond the last token are never scored, but the other value of a pair must be finite.
     // `is_first`, `is_last`: of its sequence in this step. If both are true, no other thread writes to the pair.
@@ -57,8 +61,8 @@ struct Cache {
     }
     void store_8bit(int64_t id, int64_t offset, int64_t h, const T* k, const T* v) const {
         uint8_t *ks = head<uint8_t>(id, false, h), *vs = head<uint8_t>(id, true, h);
-        const float k_scale = scale[row(id, false, h) + offset] = row_scale(k);
-        const float v_scale = scale[row(id, true, h) + offset] = row_scale(v);
+        const float k_scale = scales(id, false, h)[offset] = row_scale(k);
+        const float v_scale = scales(id, true, h)[offset] = row_scale(v);
         for (int64_t d = 0; d < dim; ++d) {
             ks[(d / kStep * page + offset) * kStep + d % kStep] = to_e4m3(to_float(k[d]) / k_scale);
             vs[(offset / kStep * dim + d) * kStep + offset % kStep] = to_e4m3(to_float(v[d]) / v_scale);
@@ -108,8 +112,8 @@ void decode_group(const Cache<T>& cache, int64_t id, int64_t offset, int64_t h, 
     const uint8_t* k = cache.template head<uint8_t>(id, false, h) + offset * step;
     const uint8_t* v = cache.template head<uint8_t>(id, true, h) + offset * dim;
     float k_scale[kLanes * step], v_scale[kLanes] = {};
-    for (int i = 0; i < kLanes * step; ++i) k_scale[i] = cache.scale[cache.row(id, false, h) + offset + i / step];
-    std::copy_n(&cache.scale[cache.row(id, true, h) + offset], count, v_scale);
+    for (int i = 0; i < kLanes * step; ++i) k_scale[i] = cache.scales(id, false, h)[offset + i / step];
+    std::copy_n(cache.scales(id, true, h) + offset, count, v_scale);
     for (int64_t d = 0; d < dim; d += step)
         UNROLL for (int i = 0; i < kLanes * step; i += kLanes)
             put(keys + d * kLanes + i, from_e4m3(k + d * cache.page + i) * Vec::load(k_scale + i));

@@ -472,7 +472,7 @@ class Decoder : public Model {
     }
 
     Cache<T> cache_of(const Layer& layer) const {
-        return {(char*)layer.w->cache, s_.kv_heads, s_.page, s_.dim, layer.w->cache_scale};
+        return {(char*)layer.w->cache, layer.w->cache_stride, s_.kv_heads, s_.page, s_.dim, (char*)layer.w->cache_scale};
     }
 
     ModelSpec s_;

@@ -2,7 +2,7 @@
 #pragma once
 #include <cstdint>
 
-constexpr int64_t kLayoutVersion = 1063782459;
+constexpr int64_t kLayoutVersion = 1568125378;
 
 namespace minisgl {
 
@@ -50,6 +50,7 @@ struct LayerWeights {
     const float *cos_sin;
     int64_t window;
     const int32_t *page_table;
+    int64_t cache_stride;
     void *cache;
     float *cache_scale;
 };

@@ -102,9 +102,8 @@ bool step_is_deterministic(bool has_scales) {
     auto matrix = [&](int64_t n, int64_t k) { return random_weights<T, W>(n, k, random, values); };
     const std::vector<float> ones(std::max(hidden, dim), 1.0f), angles(tokens * 2 * dim, 0.7071f);
     std::vector<std::vector<W>> store;
-    constexpr int64_t layer_rows = pages * 2 * kv_heads * page;
-    std::vector<T> cache(layers * layer_rows * dim);
-    std::vector<float> scales(layers * layer_rows);
+    constexpr int64_t data_bytes = 2 * kv_heads * page * dim * sizeof(T), page_bytes = data_bytes + 2 * kv_heads * page * 4;
+    Aligned<char> cache(pages * layers * page_bytes);
     std::vector<int32_t> table(rows * pages);
     LayerWeights weights[layers];
     for (LayerWeights& w : weights) {
@@ -113,7 +112,8 @@ bool step_is_deterministic(bool has_scales) {
         const auto last = store.end();
         w = {last[-4].data(), last[-3].data(), last[-2].data(), last[-1].data(), bits, bits, bits, bits,
              nullptr, nullptr, nullptr, nullptr, ones.data(), ones.data(), ones.data(), ones.data(), angles.data(), 0,
-             table.data(), &cache[(&w - weights) * layer_rows * dim], has_scales ? &scales[(&w - weights) * layer_rows] : nullptr};
+             table.data(), layers * page_bytes, &cache[(&w - weights) * page_bytes],
+             has_scales ? (float*)&cache[(&w - weights) * page_bytes + data_bytes] : nullptr};
     }
     const std::vector<W> head = matrix(vocab, hidden);
     std::vector<int32_t> last(rows), tokens_in(tokens), sampled(rows), finite(rows);
