@@ -138,14 +138,20 @@ class TextDecoders:
 class StopMatcher:
     """Finds the first of several stop strings in text that arrives in pieces.
 
-    Each string has a matcher (Knuth, Morris & Pratt 1977), so the cost per character does not depend on its length.
+    It is the Shift-And automaton (Baeza-Yates & Gonnet 1992) of all strings in a row: bit i of the state is set if the
+    text ends with what a string has up to its character at i. So a character of text costs two operations on integers.
     Only the longest partial match is held back.
     """
 
     def __init__(self, stops: Sequence[str], include_stop: bool = False) -> None:
         self._include_stop = include_stop
-        self._stops = [(s, _prefix_function(s)) for s in stops]
-        self._matched = [0] * len(stops)
+        self._offsets = dict(zip(stops, itertools.accumulate(map(len, stops), initial=0), strict=False))
+        self._first = sum(1 << offset for offset in {*self._offsets.values()})
+        self._last = sum(1 << offset + len(stop) - 1 for stop, offset in self._offsets.items())
+        self._bits: dict[str, int] = {}
+        for i, char in enumerate("".join(stops)):
+            self._bits[char] = self._bits.get(char, 0) | 1 << i
+        self._state = 0
         self._held = ""
 
     def feed(self, text: str) -> tuple[str, str | None]:
@@ -154,38 +160,18 @@ class StopMatcher:
         Text after the stop string is never shown, and the stop string itself only with `include_stop`.
         """
         for end, char in enumerate(text, start=1):
-            complete: str | None = None
-            for i, (stop, borders) in enumerate(self._stops):
-                n = self._matched[i]
-                while n and stop[n] != char:
-                    n = borders[n - 1]
-                n += stop[n] == char
-                if n == len(stop):
-                    if complete is None or n > len(complete):
-                        complete = stop
-                    n = borders[n - 1]
-                self._matched[i] = n
-            if complete is not None:
-                seen = self._held + text[:end]
-                self._held = ""
-                return seen if self._include_stop else seen[: len(seen) - len(complete)], complete
-        seen = self._held + text
-        cut = len(seen) - max(self._matched)
-        self._held = seen[cut:]
-        return seen[:cut], None
+            self._state = (self._state << 1 | self._first) & self._bits.get(char, 0)
+            if self._state & self._last:
+                seen, self._held = self._held + text[:end], ""
+                stop = max(filter(seen.endswith, self._offsets), key=len)
+                return seen if self._include_stop else seen.removesuffix(stop), stop
+        seen, partial = self._held + text, 0
+        if self._state:
+            bits = [self._state >> offset & (1 << len(stop)) - 1 for stop, offset in self._offsets.items()]
+            partial = max(bits).bit_length()
+        self._held = seen[len(seen) - partial :]
+        return seen[: len(seen) - partial], None
 
     def flush(self) -> str:
         """Return the text held back, at the end of the text."""
         return self._held
-
-
-def _prefix_function(pattern: str) -> list[int]:
-    """Return for each i the length of the longest proper prefix of pattern[:i+1] that is also its suffix."""
-    borders = [0] * len(pattern)
-    n = 0
-    for i in range(1, len(pattern)):
-        while n and pattern[i] != pattern[n]:
-            n = borders[n - 1]
-        n += pattern[i] == pattern[n]
-        borders[i] = n
-    return borders
