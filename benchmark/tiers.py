@@ -44,7 +44,7 @@ def timed(llm: LLM, prompts: Sequence[Tokens], length: int) -> tuple[float, list
         list(prompts), SamplingParams(max_tokens=length, ignore_eos=True, temperature=0), use_tqdm=False
     )
     seconds = time.perf_counter() - began
-    return seconds, [answer.token_ids for answer in done], sum(answer.cached_tokens for answer in done)
+    return seconds, [answer.token_ids for answer in done], sum(answer.num_cached_tokens for answer in done)
 
 
 def prefix(llm: LLM, args: argparse.Namespace, seed: int) -> tuple[str, list[Tokens]]:
