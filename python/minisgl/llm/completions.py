@@ -119,7 +119,7 @@ class _Open:
 
 
 class Completions:
-    """The open requests. Send what is `waiting` to the scheduler, and `take` each of its messages.
+    """The open requests. Send what is `waiting` to the scheduler, and `process` each of its messages.
 
     Choices after the first wait until the first has a token; then the prompt is in the cache. Tokens are decoded as
     they arrive if there is a listener, a stop string, or more than text to return. Otherwise the text of a request is
@@ -137,7 +137,7 @@ class Completions:
     def add(self, request: Request, listener: Listener | None = None) -> Completion:
         """Open a request, and return its completion, which grows.
 
-        `listener` is called for each token of all its choices, and for failures. Without it, `take` raises failures.
+        `listener` is called for each token of all its choices, and for failures. Without it, `process` raises failures.
         """
         first, *others = request.users
         ids = ids_from_bytes(first.input_ids).tolist()
@@ -168,7 +168,7 @@ class Completions:
                 done = request.completion
                 request.listener(Piece(done.index, "", [], FinishReason.ERROR, done, error))
 
-    def take(self, msg: DetokenizeMsg) -> list[int]:
+    def process(self, msg: DetokenizeMsg) -> list[int]:
         """Add the tokens of a step; return the uids that a stop string has ended. Raises `RequestError` on failure."""
         if self._held:
             for uid in (*(s.uid for s in msg.started), *(f.uid for f in msg.finished)):

@@ -286,7 +286,7 @@ class LLM:
             raise
         finally:
             with held_interrupt():
-                self._settle(completions)
+                self._drain(completions)
                 self._call.release()
 
     def require_working(self) -> None:
@@ -304,7 +304,7 @@ class LLM:
             free -= 1
         self._step()
         while self._io.replies:
-            self.abort(completions.take(self._io.replies.popleft()))
+            self.abort(completions.process(self._io.replies.popleft()))
 
     def abort(self, uids: Iterable[int]) -> None:
         """Abort requests; they end with the next step."""
@@ -323,7 +323,7 @@ class LLM:
                 self._has_failed = True  # the step was not completed: the state is undefined
                 raise
 
-    def _settle(self, completions: Completions) -> None:
+    def _drain(self, completions: Completions) -> None:
         """Run steps until aborted requests, including those that a stop string has ended, have freed their pages."""
         while self.is_busy:
             self._step()

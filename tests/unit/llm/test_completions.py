@@ -85,7 +85,7 @@ def completions_of(
     assert completions._streams is streams
     for msg in said:
         assert completions.pending > 0
-        assert completions.take(msg) == []
+        assert completions.process(msg) == []
     assert completions.pending == 0 and detokenizer.entries == 0
     if streams:
         assert [heard.get(i, "") for i in range(len(users))] == [c.text for c in done]
@@ -123,7 +123,7 @@ def test_a_failed_request_fails_the_call() -> None:
         completions = Completions(DetokenizeManager(MADE.byte_level()))
         completions.add(Request([UserMsg(uid=1, input_ids=ids_to_bytes([1]), sampling_params=params)]))
         with pytest.raises(RequestError, match="NaN") as failed:
-            completions.take(
+            completions.process(
                 DetokenizeMsg(
                     uids=b"",
                     tokens=b"",
