@@ -10,7 +10,6 @@ from __future__ import annotations
 import hashlib
 import re
 from collections.abc import Mapping
-from functools import cache
 from typing import TYPE_CHECKING, Annotated, Any, Final, Literal, NoReturn, get_args
 
 import msgspec
@@ -80,13 +79,13 @@ class _Checked(type(msgspec.Struct)):  # type: ignore[misc]
     def __call__(cls, *args: Any, **given: Any) -> Any:
         if args:
             raise TypeError(f"{cls.__name__} takes names and values, such as {cls.__name__}(temperature=0)")
-        fields = _fields(cls)
-        for name in given.keys() - fields.keys():
+        known = cls.__struct_fields__
+        for name in given.keys() - {*known}:
             ours = (field_names()["instead"] | field_names()["aliases"]).get(name)
-            advice = sentence_for(f"sampling.{name}") or (f"write {ours}" if ours in fields else "")
-            hint = f"; {advice}" if advice else did_you_mean(name, fields)
+            advice = sentence_for(f"sampling.{name}") or (f"write {ours}" if ours in known else "")
+            hint = f"; {advice}" if advice else did_you_mean(name, known)
             raise TypeError(f"{cls.__name__} has no field {name!r}{hint}")
-        made = _checked({name: _adapted(fields[name], value) for name, value in given.items()})
+        made = _checked({name: _adapted(name, value) for name, value in given.items() if value is not None})
         validate_sampling(made, _ANY_MODEL[made.embed])
         return made
 
@@ -165,24 +164,20 @@ class SamplingParams(
         return self.logprobs is not None and (self.echo or self.prompt_logprobs)
 
 
-@cache
-def _fields(kind: type[msgspec.Struct]) -> dict[str, msgspec.structs.FieldInfo]:
-    return {field.name: field for field in msgspec.structs.fields(kind)}
-
-
+_OFF: Final = {"top_k": 0, "seed": None}  # what -1 means
 # The numbers of a request, with their types; `n` is not one of the scheduler's.
 NUMBERS: Final = {
-    name: kind
-    for name, field in _fields(SamplingParams).items()
-    if (kind := getattr(field.type, "__origin__", None)) in (int, float) and name != "n"
+    field.name: kind
+    for field in msgspec.structs.fields(SamplingParams)
+    if (kind := getattr(field.type, "__origin__", None)) in (int, float) and field.name != "n"
 }
 
 
-def _adapted(field: msgspec.structs.FieldInfo, value: Any) -> Any:
-    """Return `value` in the form of the field; None means the default."""
-    if value is None or (field.name in ("top_k", "seed") and value == -1):
-        return field.default
-    if field.name in ("stop", "stop_token_ids") and isinstance(value, str | int):
+def _adapted(name: str, value: Any) -> Any:
+    """Return `value` in the form of the field `name`."""
+    if name in _OFF and value == -1:
+        return _OFF[name]
+    if name in ("stop", "stop_token_ids") and isinstance(value, str | int):
         return (value,)
     if isinstance(value, Mapping):
         return tuple(value.items())

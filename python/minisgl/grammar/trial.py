@@ -41,7 +41,7 @@ class TriedCompiler(GrammarCompiler):
         super().__init__(folder, vocab_size, eos_ids)
         # Few threads wait for a verdict, so the server must not hang for long.
         arguments = str(folder), str(vocab_size), *map(str, sorted(eos_ids))
-        self.trials = Trials(__name__, *arguments, patience_s=4.0 * LIMITS.wall_s)
+        self.trials = Trials(__name__, *arguments, timeout_s=4.0 * LIMITS.wall_s)
         self.close = self.trials.close
         self._lock = threading.Lock()
         self._verdicts: dict[bytes, str] = {}  # of the newest jobs: why they are refused, or ""

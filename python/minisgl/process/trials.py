@@ -56,11 +56,11 @@ class TrialLimits:
 class Trials:
     """Runs jobs with a server process, which is `python -m module arguments` and calls `serve`.
 
-    The process starts with the first job, and is replaced when it ends, or does not answer for `patience_s` seconds.
+    The process starts with the first job, and is replaced when it ends, or does not answer for `timeout_s` seconds.
     """
 
-    def __init__(self, module: str, *arguments: str, patience_s: float) -> None:
-        self.patience_s = patience_s
+    def __init__(self, module: str, *arguments: str, timeout_s: float) -> None:
+        self.timeout_s = timeout_s
         self.process: subprocess.Popen[bytes] | None = None
         self._command = [sys.executable, "-m", module, *arguments]
         self._lock = threading.Lock()
@@ -74,7 +74,7 @@ class Trials:
             process, control = self._running()
             ours, theirs = socket.socketpair()
             with ours, contextlib.suppress(OSError):  # the server has ended, or is frozen
-                ours.settimeout(self.patience_s)
+                ours.settimeout(self.timeout_s)
                 with theirs:
                     socket.send_fds(control, [b"."], [theirs.fileno()])
                 ours.sendall(job)

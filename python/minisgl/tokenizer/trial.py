@@ -52,7 +52,7 @@ def try_template(source: str, variables: Mapping[str, Any]) -> Reading:
 
 @lru_cache
 def _try(job: bytes) -> Reading:
-    with contextlib.closing(Trials(__name__, patience_s=2.0 * LIMITS.wall_s)) as trials:
+    with contextlib.closing(Trials(__name__, timeout_s=2.0 * LIMITS.wall_s)) as trials:
         try:
             found = trials.run(job).splitlines()  # the process may have been killed at a limit
         except OSError as e:

@@ -96,7 +96,7 @@ def test_frozen_process_is_replaced(compiler: TriedCompiler, monkeypatch: pytest
     compiler.compile(GOOD, False)
     frozen = compiler.trials.process
     assert frozen is not None
-    monkeypatch.setattr(compiler.trials, "patience_s", 2.0)
+    monkeypatch.setattr(compiler.trials, "timeout_s", 2.0)
     os.kill(frozen.pid, signal.SIGSTOP)
     compiler.compile(Grammar("regex", "frozen", param="regex"), False)
     assert compiler.trials.process is not frozen
