@@ -189,8 +189,8 @@ def _checked(values: Mapping[str, Any]) -> SamplingParams:
     try:
         return msgspec.convert(values, SamplingParams)
     except msgspec.ValidationError as e:
-        name = re.split(r"\W+", str(e).rpartition("$.")[2])[0]
-        rule = str(e).removesuffix(f" - at `$.{name}`")
+        rule, _, path = str(e).partition(" - at `$.")
+        name = re.split(r"\W", path)[0]
         raise RequestError(f"{name}={values[name]!r:.100}: {rule}", param=name) from None
 
 
