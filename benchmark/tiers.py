@@ -44,7 +44,7 @@ def timed(llm: LLM, prompts: Sequence[Tokens], length: int) -> tuple[float, list
         list(prompts), SamplingParams(max_tokens=length, ignore_eos=True, temperature=0), use_tqdm=False
     )
     seconds = time.perf_counter() - began
-    return seconds, [answer.token_ids for answer in done], sum(answer.cached_tokens for answer in done)
+    return seconds, [answer.token_ids for answer in done], sum(answer.num_cached_tokens for answer in done)
 
 
 def prefix(llm: LLM, args: argparse.Namespace, seed: int) -> tuple[str, list[Tokens]]:
@@ -88,7 +88,9 @@ def streams(llm: LLM, args: argparse.Namespace, seed: int) -> tuple[str, list[To
     prompts = [*(tokens(rng, args.page_size) for _ in range(args.streams)), prompt]
     lengths = [args.stream_tokens] * args.streams + [1]
     params = [SamplingParams(max_tokens=length, ignore_eos=True, temperature=0) for length in lengths]
-    completions = Completions(llm.detokenizer, llm.prepare(prompt_messages(prompts, llm.tokenizer.limits), params))
+    completions = Completions(llm.detokenizer)
+    requests = llm.prepare(prompt_messages(prompts, llm.tokenizer.limits), params)
+    done = [completions.add(request) for request in requests]
     late, stats = [completions.waiting.pop()], llm.scheduler.stats
     uid = late[0].uid
     before: list[float] = []
@@ -104,7 +106,7 @@ def streams(llm: LLM, args: argparse.Namespace, seed: int) -> tuple[str, list[To
             if late or is_there:
                 (before if late else during).append(now - last)
             count, last = stats.generation_tokens, now
-    answers = [answer.token_ids for answer in completions.finish()]
+    answers = [answer.token_ids for answer in done]
     text = f"{1e3 * median(before):.1f} ms between tokens, at most {1e3 * max(during):.1f} ms while the prompt comes"
     return f"{text}, whose first token takes {sum(during):.3f} s", answers
 

@@ -1,19 +1,19 @@
 """The parameters of a request, their limits, and their validation.
 
-`SamplingParams(...)` refuses what no model can serve. Processes exchange the structs unchanged, and decoding checks
-only types. `validate_sampling` is called where the model's limits are known (the API process or `LLM`),
-`validate_prompt` where token ids are known (the tokenizer). The scheduler repeats both, so the engine never sees
-invalid values. No torch.
+`SamplingParams(...)` refuses what no model can serve: msgspec checks the types and ranges of its fields.
+`validate_sampling` is called where the model's limits are known (the API process or `LLM`), `validate_prompt` where
+token ids are known (the tokenizer). The scheduler repeats both, so the engine never sees invalid values. No torch.
 """
 
 from __future__ import annotations
 
 import hashlib
+import re
 from collections.abc import Mapping
-from functools import cache
-from typing import TYPE_CHECKING, Any, Final, Literal, NoReturn, get_args
+from typing import TYPE_CHECKING, Annotated, Any, Final, Literal, NoReturn, get_args
 
 import msgspec
+from msgspec import Meta
 
 from minisgl.errors import RequestError, did_you_mean
 from minisgl.settings.foreign import field_names, sentence_for
@@ -23,6 +23,19 @@ if TYPE_CHECKING:
     import numpy.typing as npt
 
 
+MAX_INT32: Final = 2**31 - 1
+MAX_LOGPROBS: Final = 20  # alternatives to each token
+MAX_LOGIT_BIASES: Final = 1024
+MAX_STOP_TOKENS: Final = 64
+MAX_GRAMMAR_CHARS: Final = 16 * 1024
+MAX_SCHEMA_CHARS: Final = 128 * 1024
+
+_Count = Annotated[int, Meta(ge=0, le=MAX_INT32)]
+_TokenId = Annotated[int, Meta(ge=0, lt=MAX_INT32)]
+_Fraction = Annotated[float, Meta(ge=0, le=1)]
+_Penalty = Annotated[float, Meta(ge=-2, le=2)]  # OpenAI's range
+_Bias = Annotated[float, Meta(ge=-100, le=100)]
+_StopString = Annotated[str, Meta(min_length=1, max_length=256)]
 GrammarKind = Literal["json_schema", "regex", "choice", "ebnf", "calls"]
 
 
@@ -61,18 +74,18 @@ class ToolCalls(msgspec.Struct, frozen=True):
 
 
 class _Checked(type(msgspec.Struct)):  # type: ignore[misc]
-    """Converts and checks the values that a caller gives. Values that are decoded were checked by their sender."""
+    """Converts and checks the values that a caller gives."""
 
     def __call__(cls, *args: Any, **given: Any) -> Any:
         if args:
             raise TypeError(f"{cls.__name__} takes names and values, such as {cls.__name__}(temperature=0)")
-        fields = _fields(cls)
-        for name in given.keys() - fields.keys():
+        known = cls.__struct_fields__
+        for name in given.keys() - {*known}:
             ours = (field_names()["instead"] | field_names()["aliases"]).get(name)
-            advice = sentence_for(f"sampling.{name}") or (f"write {ours}" if ours in fields else "")
-            hint = f"; {advice}" if advice else did_you_mean(name, fields)
+            advice = sentence_for(f"sampling.{name}") or (f"write {ours}" if ours in known else "")
+            hint = f"; {advice}" if advice else did_you_mean(name, known)
             raise TypeError(f"{cls.__name__} has no field {name!r}{hint}")
-        made = super().__call__(**{name: _converted(fields[name], value) for name, value in given.items()})
+        made = _checked({name: _adapted(name, value) for name, value in given.items() if value is not None})
         validate_sampling(made, _ANY_MODEL[made.embed])
         return made
 
@@ -103,31 +116,31 @@ class SamplingParams(
     nothing about a prompt. Without `speculate`, the request drafts no tokens.
     """
 
-    max_tokens: int | None = None
-    temperature: float = 1.0
-    top_k: int = 0
-    top_p: float = 1.0
-    min_p: float = 0.0
-    presence_penalty: float = 0.0
-    frequency_penalty: float = 0.0
-    repetition_penalty: float = 1.0
-    logit_bias: tuple[tuple[int, float], ...] = ()
-    min_tokens: int = 0
-    seed: int | None = None
-    stop: tuple[str, ...] = ()
-    stop_token_ids: tuple[int, ...] = ()
+    max_tokens: _Count | None = None
+    temperature: Annotated[float, Meta(ge=0, le=100)] = 1.0
+    top_k: _Count = 0
+    top_p: _Fraction = 1.0
+    min_p: _Fraction = 0.0
+    presence_penalty: _Penalty = 0.0
+    frequency_penalty: _Penalty = 0.0
+    repetition_penalty: Annotated[float, Meta(gt=0, le=10)] = 1.0
+    logit_bias: Annotated[tuple[tuple[_TokenId, _Bias], ...], Meta(max_length=MAX_LOGIT_BIASES)] = ()
+    min_tokens: _Count = 0
+    seed: Annotated[int, Meta(ge=-(2**63), le=2**63 - 1)] | None = None
+    stop: Annotated[tuple[_StopString, ...], Meta(max_length=16)] = ()
+    stop_token_ids: Annotated[tuple[_TokenId, ...], Meta(max_length=MAX_STOP_TOKENS)] = ()
     include_stop_str_in_output: bool = False
     ignore_eos: bool = False
     skip_special_tokens: bool = True
     shown_tokens: tuple[str, ...] = ()
-    logprobs: int | None = None
+    logprobs: Annotated[int, Meta(ge=0, le=MAX_LOGPROBS)] | None = None
     echo: bool = False
     prompt_logprobs: bool = False
     grammar: Grammar | None = None
     embed: bool = False
-    cache_salt: str = ""
+    cache_salt: Annotated[str, Meta(max_length=256)] = ""
     speculate: bool = True
-    n: int = 1
+    n: Annotated[int, Meta(ge=1, le=1024)] = 1
 
     @property
     def effective_temperature(self) -> float:
@@ -151,34 +164,34 @@ class SamplingParams(
         return self.logprobs is not None and (self.echo or self.prompt_logprobs)
 
 
-@cache
-def _fields(kind: type[msgspec.Struct]) -> dict[str, msgspec.structs.FieldInfo]:
-    return {field.name: field for field in msgspec.structs.fields(kind)}
-
-
+_OFF: Final = {"top_k": 0, "seed": None}  # what -1 means
 # The numbers of a request, with their types; `n` is not one of the scheduler's.
 NUMBERS: Final = {
-    f.name: f.type for f in msgspec.structs.fields(SamplingParams) if f.type in (int, float) and f.name != "n"
+    field.name: kind
+    for field in msgspec.structs.fields(SamplingParams)
+    if (kind := getattr(field.type, "__origin__", None)) in (int, float) and field.name != "n"
 }
 
 
-def _converted(field: msgspec.structs.FieldInfo, value: Any) -> Any:
-    """Return `value` in the type of the field; None means the default. Raises `RequestError` if that is impossible."""
-    if value is None or value is field.default:
-        return field.default
-    if field.name in ("top_k", "seed") and value == -1:
-        return field.default
-    given = value
-    if field.name in ("stop", "stop_token_ids") and isinstance(value, str | int):
-        given = (value,)
-    elif isinstance(value, Mapping):
-        given = tuple(value.items())
-    elif hasattr(value, "tolist"):  # a numpy array or number
-        given = value.tolist()
+def _adapted(name: str, value: Any) -> Any:
+    """Return `value` in the form of the field `name`."""
+    if name in _OFF and value == -1:
+        return _OFF[name]
+    if name in ("stop", "stop_token_ids") and isinstance(value, str | int):
+        return (value,)
+    if isinstance(value, Mapping):
+        return tuple(value.items())
+    return value.tolist() if hasattr(value, "tolist") else value  # a numpy array or number
+
+
+def _checked(values: Mapping[str, Any]) -> SamplingParams:
+    """Return parameters of the right types and in their ranges. Raises `RequestError` for the first that is not."""
     try:
-        return msgspec.convert(given, field.type)
+        return msgspec.convert(values, SamplingParams)
     except msgspec.ValidationError as e:
-        raise RequestError(f"{field.name}={value!r:.100}: {e}", param=field.name) from None
+        rule, _, path = str(e).partition(" - at `$.")
+        name = re.split(r"\W", path)[0]
+        raise RequestError(f"{name}={values[name]!r:.100}: {rule}", param=name) from None
 
 
 class Limits(msgspec.Struct, frozen=True, kw_only=True):
@@ -191,31 +204,8 @@ class Limits(msgspec.Struct, frozen=True, kw_only=True):
     vocab_size: int
     embeds: bool = False
     has_snapshots: bool = False
-    max_stop_strings: int = 16
-    max_stop_length: int = 256
-    max_stop_token_ids: int = 64
-    max_logit_bias: int = 1024
-    max_grammar_chars: int = 16 * 1024
-    max_salt_chars: int = 256
-    max_schema_chars: int = 128 * 1024
 
 
-MAX_INT32: Final = 2**31 - 1
-MAX_BIAS: Final = 100.0
-MAX_REPETITION_PENALTY: Final = 10.0
-MAX_LOGPROBS: Final = 20  # alternatives to each token
-# The least and largest value of a field, and the rule for messages if it is another than that.
-_RANGES: Final[Mapping[str, tuple[int, int, str]]] = {
-    "max_tokens": (0, MAX_INT32, "be 0 or more, below 2^31"),
-    "n": (1, 1024, ""),
-    "temperature": (0, 100, ""),
-    "top_k": (0, MAX_INT32, "be 0 (off) or positive, below 2^31"),
-    "top_p": (0, 1, ""),
-    "min_p": (0, 1, ""),
-    "presence_penalty": (-2, 2, ""),  # OpenAI's range
-    "frequency_penalty": (-2, 2, ""),
-    "seed": (-(2**63), 2**63 - 1, "fit in 64 bits"),
-}
 _ANY_MODEL: Final = {e: Limits(max_model_len=MAX_INT32, vocab_size=MAX_INT32, embeds=e) for e in (False, True)}
 
 
@@ -236,50 +226,28 @@ def _refuse(param: str, message: str) -> NoReturn:
 
 
 def validate_sampling(params: SamplingParams, limits: Limits) -> None:
-    """Raise `RequestError` for the first field with an invalid value. NaN is outside every range."""
-    p = params
+    """Raise `RequestError` for the first field with a value that this model cannot serve."""
+    p = _checked(msgspec.structs.asdict(params))  # `msgspec.structs.replace` checks nothing
     if p.embed != limits.embeds:
         does, does_not = ("computes embeddings", "generate text") if limits.embeds else ("generates text", "embed it")
         raise RequestError(f"this model {does}; it does not {does_not}", param="model", code="unsupported_endpoint")
     if p.embed and p.max_tokens != 0:
         _refuse("max_tokens", "must be 0 for an embedding")
-    for name, (least, most, words) in _RANGES.items():
-        value = getattr(p, name)
-        if value is not None and not least <= value <= most:
-            _refuse(name, f"must {words or f'be {least} to {most}'}")
-    if not 0.0 < p.repetition_penalty <= MAX_REPETITION_PENALTY:
-        _refuse("repetition_penalty", f"must be above 0 and at most {MAX_REPETITION_PENALTY:g}")
-    if len(p.logit_bias) > limits.max_logit_bias:
-        _refuse("logit_bias", f"takes at most {limits.max_logit_bias} tokens")
-    for token, bias in p.logit_bias:
-        if not 0 <= token < limits.vocab_size:
-            _refuse("logit_bias", f"token ids must be 0 to {limits.vocab_size - 1}")
-        if not -MAX_BIAS <= bias <= MAX_BIAS:
-            _refuse("logit_bias", f"values must be -{MAX_BIAS:g} to {MAX_BIAS:g}")
-    if not 0 <= p.min_tokens <= limits.max_model_len:
+    if p.min_tokens > limits.max_model_len:
         _refuse("min_tokens", f"must be 0 to {limits.max_model_len}")
     if p.max_tokens is not None and p.min_tokens > p.max_tokens:
         _refuse("min_tokens", "must not exceed max_tokens")
-    if len(p.stop) > limits.max_stop_strings:
-        _refuse("stop", f"takes at most {limits.max_stop_strings} strings")
-    if not all(0 < len(s) <= limits.max_stop_length for s in p.stop):
-        _refuse("stop", f"strings must have 1 to {limits.max_stop_length} characters")
-    max_logprobs = min(MAX_LOGPROBS, limits.vocab_size)
-    if p.logprobs is not None and not 0 <= p.logprobs <= max_logprobs:
-        _refuse("logprobs", f"must be 0 to {max_logprobs}")
+    if (p.logprobs or 0) > limits.vocab_size:
+        _refuse("logprobs", f"must be 0 to {limits.vocab_size}")
+    for name, tokens in ("logit_bias", [token for token, _ in p.logit_bias]), ("stop_token_ids", p.stop_token_ids):
+        if max(tokens, default=0) >= limits.vocab_size:
+            _refuse(name, f"token ids must be 0 to {limits.vocab_size - 1}")
     if (grammar := p.grammar) is not None:
-        is_schema = grammar.kind in ("json_schema", "calls")
-        max_chars = limits.max_schema_chars if is_schema else limits.max_grammar_chars
+        max_chars = MAX_SCHEMA_CHARS if grammar.kind in ("json_schema", "calls") else MAX_GRAMMAR_CHARS
         if len(grammar.text) > max_chars:
             _refuse(grammar.param, f"has {len(grammar.text)} characters; the limit is {max_chars}")
-        if len(grammar.calls) > limits.max_schema_chars:
-            _refuse("tools", f"has {len(grammar.calls)} characters; the limit is {limits.max_schema_chars}")
-    if len(p.cache_salt) > limits.max_salt_chars:
-        _refuse("cache_salt", f"takes at most {limits.max_salt_chars} characters")
-    if len(p.stop_token_ids) > limits.max_stop_token_ids:
-        _refuse("stop_token_ids", f"takes at most {limits.max_stop_token_ids} tokens")
-    if not all(0 <= t < limits.vocab_size for t in p.stop_token_ids):
-        _refuse("stop_token_ids", f"token ids must be 0 to {limits.vocab_size - 1}")
+        if len(grammar.calls) > MAX_SCHEMA_CHARS:
+            _refuse("tools", f"has {len(grammar.calls)} characters; the limit is {MAX_SCHEMA_CHARS}")
 
 
 EMBED: Final = SamplingParams(max_tokens=0, embed=True)

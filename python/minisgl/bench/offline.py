@@ -163,7 +163,7 @@ def generate(llm: LLM, workload: Workload, temperature: float) -> int:
 
     Raises `MinisglError` if a request gets another number of tokens than it asks for.
     """
-    return sum(done.cached_tokens for done in complete(llm, workload, temperature))
+    return sum(done.num_cached_tokens for done in complete(llm, workload, temperature))
 
 
 def complete(llm: LLM, workload: Workload, temperature: float) -> list[Completion]:
@@ -176,10 +176,10 @@ def complete(llm: LLM, workload: Workload, temperature: float) -> list[Completio
     ]
     completions = llm.generate([r.prompt for r in requests], params)
     for r, done in zip(requests, completions, strict=True):
-        if (len(r.prompt), r.output_len) != (done.prompt_tokens, len(done.token_ids)):
+        if (len(r.prompt), r.output_len) != (len(done.prompt_token_ids), len(done.token_ids)):
             raise MinisglError(
                 f"{workload.name}: asked for {len(r.prompt)} tokens in and {r.output_len} out, "
-                f"but the engine says {done.prompt_tokens} and {len(done.token_ids)}"
+                f"but the engine says {len(done.prompt_token_ids)} and {len(done.token_ids)}"
             )
     return completions
 

@@ -21,7 +21,7 @@ from minisgl.bench.report import format_table, origin, plot_distribution, plot_t
 from minisgl.bench.traffic import BACKGROUND, OnlineArgs, Point, Range, Request, make_points, random_requests
 from minisgl.chat.client import ChatClient
 from minisgl.errors import ConfigError, StartupError
-from minisgl.process.limits import module_environment
+from minisgl.process.trials import module_environment
 from minisgl.settings.sources import args_from_options
 
 EXIT_S: Final = 15.0

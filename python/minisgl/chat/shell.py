@@ -252,8 +252,8 @@ def tree_lines(view: dict[str, Any]) -> list[str]:
                 text = node["text"].replace("\n", "↵") or "·" * min(node["tokens"], 40)
                 used = f", used by {node['ref_count']}" if node["ref_count"] else ""
                 size = f"{node['tokens']} tokens, {node['pages']} page{'s' * (node['pages'] != 1)}"
-                place = "" if node["place"] == "device" else f", on the {node['place']}"
-                lines.append(f"{'  ' * depth}{text[:60]}  [{size}{place}{used}]{requests.get(i, '')}")
+                tier = "" if node["place"] == "device" else f", on the {node['place']}"
+                lines.append(f"{'  ' * depth}{text[:60]}  [{size}{tier}{used}]{requests.get(i, '')}")
                 walk(i, depth + 1, node["hidden"])
         if hidden:
             lines.append(f"{'  ' * depth}… {hidden} more")

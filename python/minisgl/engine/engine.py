@@ -29,7 +29,7 @@ from minisgl.layout import FULL, STATE, WINDOW
 from minisgl.models.weight import load_model
 from minisgl.ops.quantized import E4M3, made
 from minisgl.ops.table import resolve_ops
-from minisgl.params import Limits
+from minisgl.params import MAX_LOGIT_BIASES, MAX_STOP_TOKENS, Limits
 from minisgl.process.log import Progress, tell
 from minisgl.speculative import DRAFTERS
 
@@ -204,7 +204,7 @@ def load_parts(spec: EngineSpec, device: Device, group: Group, factory: RunnerFa
     # One row more than requests: the dummy row pads captured steps.
     state = RowState(rows + 1, spec.pages_per_row, device.torch_device, len(store.page_bytes))
     mixers = spec.mixers(model.mixers, device.type, ops)
-    max_biases = limits.max_logit_bias + limits.max_stop_token_ids + len(spec.eos_token_ids)
+    max_biases = MAX_LOGIT_BIASES + MAX_STOP_TOKENS + len(spec.eos_token_ids)
     penalties = LogitPenalties(0 if limits.embeds else rows + 1, m.vocab_size, max_biases, device)
     vocab = VocabParallel(comm, m.vocab_size)
     parts = Parts(device, ops, model, store, mixers, state, penalties, comm, vocab)

@@ -10,7 +10,7 @@ from typing import Final
 CHAR: Final = r"\\x[0-9a-fA-F]{2}|\\u[0-9a-fA-F]{4}|\\U[0-9a-fA-F]{8}|\\[^0-9A-Za-z]|\\[0abefnrtv]|[^\\]"
 _NAMED: Final = dict(zip("0abefnrtv", "\0\a\b\x1b\f\n\r\t\v", strict=True))
 _RANGE: Final = re.compile(f"({CHAR})(?:-({CHAR}))?", re.DOTALL)
-END: Final = 0x110000  # behind the last code point
+END: Final = 0x110000  # after the last code point
 _SPACES: Final = "\t-\r \u00a0\u1680\u2000-\u200a\u2028\u2029\u202f\u205f\u3000\ufeff"
 _CLASSES = {r"\d": "0-9", r"\w": "0-9A-Z_a-z", r"\s": _SPACES}  # what they stand for inside brackets
 

@@ -153,8 +153,8 @@ class GrammarCompiler:
         more = "" if calls.between is None else f"({between} call)*"
         names = " | ".join(f"call_{i}" for i in range(len(calls.calls)))
         rules = [f"start: {begin} call {more} {end}", f"call: {names}"]
-        for i, (before, schema, behind) in enumerate(calls.calls):
-            head, tail = self._literal(before, calls.markers), self._literal(behind, calls.markers)
+        for i, (before, schema, after) in enumerate(calls.calls):
+            head, tail = self._literal(before, calls.markers), self._literal(after, calls.markers)
             rules.append(f"call_{i}: {head} %json {json.dumps(_schema(schema))} {tail}")
         return _lark(*rules)
 

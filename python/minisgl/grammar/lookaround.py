@@ -166,7 +166,7 @@ class _Automaton:
             case "(?=" | "(?!" as kind, list(choice):
                 ahead = _or(self._sequence(sequence, _ALL, is_start) for sequence in choice)
                 return _not(_or([_not(rest), ahead if kind == "(?!" else _not(ahead)]))
-        raise ValueError(f"{item.kind!r} behind the start")
+        raise ValueError(f"{item.kind!r} after the start")
 
     def pattern(self, is_complement: bool = False) -> str:
         """Return a plain pattern of these texts, or of all others."""

@@ -82,11 +82,8 @@ class AsyncLLM:
     @explained
     async def complete(self, prompt: Prompt, sampling_params: Params | None = None) -> Completion:
         """Return the whole completion of one prompt. Raises `RequestError`."""
-        choices: dict[int, Completion] = {}
-        async for piece in self.generate(prompt, sampling_params):
-            choices[piece.index] = piece.completion
-        first, *first.others = (choices[i] for i in range(len(choices)))
-        return first
+        choices = {piece.index: piece.completion async for piece in self.generate(prompt, sampling_params)}
+        return choices[0]
 
     async def _pieces(self, messages: list[TokenizeMsg], sampling_params: Params | None) -> AsyncGenerator[Piece, None]:
         with self._lock:

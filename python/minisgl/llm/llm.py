@@ -26,7 +26,7 @@ from minisgl.api.structured import json_text
 from minisgl.checkpoint.embedder import read_embedder
 from minisgl.checkpoint.hf import model_name, resolve_model
 from minisgl.errors import ConfigError, InvariantError, RequestError, did_you_mean
-from minisgl.llm.completions import Completion, Completions, Piece, Request
+from minisgl.llm.completions import Completion, Completions, Listener, Piece, Request
 from minisgl.llm.ranks import running_ranks
 from minisgl.message import AbortMsg, TokenizeMsg, UserMsg, ids_to_bytes
 from minisgl.params import EMBED, Limits, SamplingParams, choice_params, validate_sampling
@@ -249,15 +249,17 @@ class LLM:
         self.require_working()
         requests = self.prepare(messages, sampling_params)
         progress = Progress("generate", "requests", is_shown=use_tqdm and sys.stderr.isatty())
-        completions = Completions(self.detokenizer, requests, on_token)
+        completions = Completions(self.detokenizer)
+        done: list[Completion] = []
+        for request in requests:
+            done.append(completions.add(request, _listener(on_token, completions.pending)))
         total, stats = completions.pending, self.scheduler.stats
         before = stats.generation_tokens
         with self._running(completions, requests):
             while completions.pending:
                 self.advance(completions)
                 progress.update(total - completions.pending, total, stats.generation_tokens - before)
-        done = iter(completions.finish())
-        return [_with_others(next(done), [next(done) for _ in request.users[1:]]) for request in requests]
+        return done
 
     def _pieces(self, request: Request) -> Generator[Piece, None, None]:
         pieces: list[Piece] = []
@@ -284,7 +286,7 @@ class LLM:
             raise
         finally:
             with held_interrupt():
-                self._settle(completions)
+                self._drain(completions)
                 self._call.release()
 
     def require_working(self) -> None:
@@ -302,7 +304,7 @@ class LLM:
             free -= 1
         self._step()
         while self._io.replies:
-            self.abort(completions.take(self._io.replies.popleft()))
+            self.abort(completions.process(self._io.replies.popleft()))
 
     def abort(self, uids: Iterable[int]) -> None:
         """Abort requests; they end with the next step."""
@@ -321,7 +323,7 @@ class LLM:
                 self._has_failed = True  # the step was not completed: the state is undefined
                 raise
 
-    def _settle(self, completions: Completions) -> None:
+    def _drain(self, completions: Completions) -> None:
         """Run steps until aborted requests, including those that a stop string has ended, have freed their pages."""
         while self.is_busy:
             self._step()
@@ -403,6 +405,15 @@ def _sampling_params(given: Any) -> SamplingParams:
         raise RequestError(f"sampling_params: {e}", param="sampling_params") from None
 
 
-def _with_others(first: Completion, others: list[Completion]) -> Completion:
-    first.others = others
-    return first
+def _listener(on_token: Callable[[int, str], None] | None, first: int) -> Listener | None:
+    """Return what calls `on_token` with the new text of a prompt's choices, the first of which is choice `first`."""
+    if on_token is None:
+        return None
+
+    def listen(piece: Piece) -> None:
+        if piece.text:
+            on_token(first + piece.index, piece.text)
+        if piece.failure is not None:
+            raise piece.failure
+
+    return listen

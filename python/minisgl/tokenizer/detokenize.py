@@ -25,7 +25,7 @@ from minisgl.message import (
     ids_from_bytes,
 )
 from minisgl.params import SamplingParams
-from minisgl.tokenizer.text import StopMatcher, TextDecoders
+from minisgl.tokenizer.text import StopMatcher, TextDecoder, TokenBytes
 
 logger = logging.getLogger(__name__)
 
@@ -42,35 +42,34 @@ def _context(prompt: list[int], hidden: frozenset[int]) -> list[int]:
 class _Output:
     """The decoding state of one request."""
 
-    def __init__(self, started: Started, decoders: TextDecoders, hidden: frozenset[int]) -> None:
-        params = started.sampling_params
+    def __init__(self, started: Started, bytes_of: TokenBytes, hidden: frozenset[int]) -> None:
         self._completion_tokens = 0
         self.drafted_tokens = 0
         self.accepted_tokens = 0
         self._started = started
-        self._bytes_of = decoders.bytes_of
+        self._bytes_of = bytes_of
         self._offset = 0  # characters that `_decoder` has returned
         self._hidden = hidden
-        self._decoders = decoders
-        self._decoder = decoders.new()
-        self._stops = StopMatcher(params.stop, params.include_stop_str_in_output) if params.stop else None
-        self._prompt = ""
-        self._prompt_logprobs: list[TokenLogprob] = []
+        self._decoder = TextDecoder(bytes_of)
+        self._stops: StopMatcher | None = None
 
-    def _begin(self, started: Started) -> tuple[str, list[TokenLogprob]]:
+    def _begin(self) -> tuple[str, list[TokenLogprob]]:
         """Start to decode after the prompt.
 
         Return the prompt's text and the log-probabilities of its tokens; empty if not requested.
         """
-        ids, columns = ids_from_bytes(started.prompt_ids).tolist(), started.prompt_logprobs
-        prompt = [] if started.sampling_params.echo else ids
-        self._decoder = self._decoders.new(_context(prompt, self._hidden))
+        params, columns = self._started.sampling_params, self._started.prompt_logprobs
+        ids = ids_from_bytes(self._started.prompt_ids).tolist()
+        if params.stop:
+            self._stops = StopMatcher(params.stop, params.include_stop_str_in_output)
+        prompt = [] if params.echo else ids
+        self._decoder = TextDecoder(self._bytes_of, _context(prompt, self._hidden))
         text, offsets = "", []
         for token in ids:
-            offset, new = self._decode(token) if started.sampling_params.echo else (0, "")
+            offset, new = self._decode(token) if params.echo else (0, "")
             offsets.append(offset)
             text += new
-        if started.sampling_params.echo and started.sampling_params.max_tokens == 0:
+        if params.echo and params.max_tokens == 0:
             text += self._decoder.finish()
         if columns is None:
             return text, []
@@ -94,7 +93,7 @@ class _Output:
         """
         text = "" if token in self._hidden else self._decoder.feed(token)
         self._offset += len(text)
-        return self._offset - min(len(text), self._decoders.own_length(token, text)), text
+        return self._offset - self._decoder.own_length(token, text), text
 
     def advance(self, token: int, output_ids: bytes, columns: LogprobColumns | None, end: Finished | None) -> UserReply:
         """Return the reply for one more token. `output_ids` are the bytes of `token`.
@@ -102,22 +101,35 @@ class _Output:
         It is terminal because of `end`, a stop string, or an error in decoding.
         """
         self._completion_tokens += 1
+        is_first = self._completion_tokens == 1
+        started, prompt, text = self._started, "", ""
         logprobs: list[TokenLogprob] = []
         try:
-            if self._completion_tokens == 1:
-                self._prompt, self._prompt_logprobs = self._begin(self._started)
-            is_shown = end is None or end.has_text
-            offset, text = self._decode(token) if is_shown else (self._offset, "")
-            if columns is not None:
-                logprobs = self._logprobs([token], [offset], columns)
-            text, end = self._show(text, end)
+            if is_first:
+                prompt, logprobs = self._begin()
+            if is_first and started.sampling_params.max_tokens == 0 and (end is None or end.failure is None):
+                # The sampled token is not a result.
+                self._completion_tokens, output_ids = 0, b""
+                end = Finished(uid=started.uid, reason=FinishReason.LENGTH)
+            else:
+                is_shown = end is None or end.has_text
+                offset, text = self._decode(token) if is_shown else (self._offset, "")
+                if columns is not None:
+                    logprobs = logprobs + self._logprobs([token], [offset], columns)
+                text, end = self._show(text, end)
         except Exception as e:  # one request's failure must not affect the others
-            uid = self._started.uid
-            logger.exception("could not decode token %d of request %d", token, uid)
+            logger.exception("could not decode token %d of request %d", token, started.uid)
             failure = Failure(message=f"could not decode token {token}: {e}")
-            text, end = "", Finished(uid=uid, reason=FinishReason.ERROR, failure=failure)
-        reply = self._reply(text, end, logprobs, output_ids)
-        return self._with_first_fields(reply) if self._completion_tokens == 1 else reply
+            text, end = "", Finished(uid=started.uid, reason=FinishReason.ERROR, failure=failure)
+        reply = self._reply(prompt + text, end, logprobs, output_ids)
+        if not is_first:
+            return reply
+        return msgspec.structs.replace(
+            reply,
+            queue_seconds=started.queue_seconds,
+            prefill_chunks=started.prefill_chunks,
+            embedding=started.embedding,
+        )
 
     def end(self, end: Finished) -> UserReply:
         """Return the terminal reply of a request that ends without a new token, with the text held back."""
@@ -155,25 +167,6 @@ class _Output:
             accepted_tokens=self.accepted_tokens,
         )
 
-    def _with_first_fields(self, reply: UserReply) -> UserReply:
-        """Add the fields that only the reply to the first token has."""
-        started = self._started
-        if started.sampling_params.max_tokens == 0 and reply.failure is None:  # the sampled token is not a result
-            reply = UserReply(
-                uid=reply.uid,
-                prompt_tokens=reply.prompt_tokens,
-                cached_tokens=reply.cached_tokens,
-                finish_reason=FinishReason.LENGTH,
-            )
-        return msgspec.structs.replace(
-            reply,
-            text=self._prompt + reply.text,
-            queue_seconds=started.queue_seconds,
-            prefill_chunks=started.prefill_chunks,
-            logprobs=self._prompt_logprobs + reply.logprobs,
-            embedding=started.embedding,
-        )
-
 
 class DetokenizeManager:
     """The decoding state of all running requests.
@@ -183,7 +176,7 @@ class DetokenizeManager:
     """
 
     def __init__(self, tokenizer: Tokenizer) -> None:
-        self._decoders = TextDecoders(tokenizer)
+        self._bytes_of = TokenBytes(tokenizer)
         added = tokenizer.get_added_tokens_decoder()
         self._special_ids = {token.content: i for i, token in added.items() if token.special}
         self._outputs: dict[int, _Output] = {}
@@ -202,7 +195,7 @@ class DetokenizeManager:
         The last CONTEXT_TOKENS of `prompt` are enough.
         """
         hidden = self._hidden(params)
-        return self._decoders.new(_context(prompt, hidden)).finish(_visible(tokens, hidden))
+        return TextDecoder(self._bytes_of, _context(prompt, hidden)).finish(_visible(tokens, hidden))
 
     def _hidden(self, params: SamplingParams) -> frozenset[int]:
         """Return the ids of the tokens that are not part of the text."""
@@ -233,7 +226,7 @@ class DetokenizeManager:
             if started.uid in self._outputs or started.uid in self._stopped:
                 self._drop("request %d began twice", started.uid)
             else:
-                self._outputs[started.uid] = _Output(started, self._decoders, self._hidden(started.sampling_params))
+                self._outputs[started.uid] = _Output(started, self._bytes_of, self._hidden(started.sampling_params))
         for uid, count in msg.drafted:
             if (drafting := self._outputs.get(uid)) is not None:
                 drafting.drafted_tokens += count

@@ -6,7 +6,7 @@ import json
 import time
 from collections.abc import Mapping
 from datetime import datetime
-from functools import lru_cache
+from functools import lru_cache, partial
 from typing import Any, Final
 
 from jinja2 import Template, TemplateError, nodes
@@ -35,16 +35,6 @@ def _raise_exception(message: str) -> None:
     raise TemplateError(message)
 
 
-def _to_json(
-    value: Any,
-    ensure_ascii: bool = False,
-    indent: int | None = None,
-    separators: tuple[str, str] | None = None,
-    sort_keys: bool = False,
-) -> str:
-    return json.dumps(value, ensure_ascii=ensure_ascii, indent=indent, separators=separators, sort_keys=sort_keys)
-
-
 def _strftime_now(format: str) -> str:
     return datetime.now().strftime(format)
 
@@ -53,7 +43,7 @@ def _strftime_now(format: str) -> str:
 def compile_template(source: str) -> tuple[Template, frozenset[str]]:
     """Compile a template; return it, and the names of the variables that it reads."""
     env = ImmutableSandboxedEnvironment(trim_blocks=True, lstrip_blocks=True, extensions=[_Generation, loopcontrols])
-    env.filters["tojson"] = _to_json
+    env.filters["tojson"] = partial(json.dumps, ensure_ascii=False)
     env.globals["raise_exception"] = _raise_exception
     env.globals["strftime_now"] = _strftime_now
     return env.from_string(source), frozenset(find_undeclared_variables(env.parse(source)))

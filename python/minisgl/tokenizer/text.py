@@ -1,4 +1,4 @@
-"""Incremental decoding of tokens to text, which holds back partial characters; and stop strings in streamed text."""
+"""Text of tokens as they arrive, without partial characters; and stop strings in streamed text."""
 
 from __future__ import annotations
 
@@ -6,24 +6,13 @@ import codecs
 import itertools
 import re
 from collections.abc import Sequence
-from typing import Final, Protocol
+from typing import Final
 
-from tokenizers import Tokenizer, decoders
+from tokenizers import Tokenizer
 
+SPACE: Final = "\u2581"  # SentencePiece's mark for a space
 _BYTE_PIECE: Final = re.compile(r"<0x([0-9A-Fa-f]{2})>")
 _CONTINUATIONS: Final = frozenset(bytes([b]) for b in range(0x80, 0xC0))  # bytes inside a character
-MAX_WINDOW: Final = 32  # the most tokens that `WindowDecoder` holds back before it shows broken characters
-MAX_CHAR_TOKENS: Final = 4
-
-
-class TextDecoder(Protocol):
-    """Decodes one request's tokens incrementally."""
-
-    def feed(self, token: int) -> str:
-        """Return the text that `token` completes."""
-
-    def finish(self, tokens: Sequence[int] = ()) -> str:
-        """Return the text held back and the text of the last `tokens`. Called once, at the end."""
 
 
 def _byte_of_char() -> dict[str, int]:
@@ -34,17 +23,21 @@ def _byte_of_char() -> dict[str, int]:
 
 
 class TokenBytes(dict[int, bytes]):
-    """The bytes of each token, computed on first use."""
+    """The bytes of each token, computed on first use. `strips_space`: a text begins without its first token's space."""
 
     def __init__(self, tokenizer: Tokenizer) -> None:
-        self.is_byte_level = isinstance(tokenizer.decoder, decoders.ByteLevel)
+        self._is_byte_level = "ByteLevel(" in repr(tokenizer.decoder)
         self._tokenizer = tokenizer
         self._alphabet = _byte_of_char()
+        spaced = next(
+            (i for text, i in tokenizer.get_vocab().items() if text[:1] == SPACE and text[1:].isalpha()), None
+        )
+        self.strips_space = spaced is not None and not tokenizer.decode([spaced]).startswith(" ")
 
     def __missing__(self, token: int) -> bytes:
         """Return b"" for an id that the tokenizer does not have, since models pad their vocabulary."""
         text = self._tokenizer.id_to_token(token) or ""
-        data = self[token] = self._byte_level(text) if self.is_byte_level else self._sentence_piece(text)
+        data = self[token] = self._byte_level(text) if self._is_byte_level else self._sentence_piece(text)
         return data
 
     def _byte_level(self, text: str) -> bytes:
@@ -57,95 +50,64 @@ class TokenBytes(dict[int, bytes]):
     def _sentence_piece(text: str) -> bytes:
         if (byte := _BYTE_PIECE.fullmatch(text)) is not None:
             return bytes([int(byte[1], 16)])
-        return text.replace("\u2581", " ").encode()
+        return text.replace(SPACE, " ").encode()
 
 
-class ByteDecoder:
-    """Decodes byte-level BPE (GPT-2, Llama 3, Qwen) with an incremental UTF-8 decoder, in constant time per token."""
+class TextDecoder:
+    """Decodes one request's tokens after those of `context`, with an incremental UTF-8 decoder.
+
+    Each token takes constant time. Text that is not UTF-8 is U+FFFD.
+    """
 
     def __init__(self, token_bytes: TokenBytes, context: Sequence[int] = ()) -> None:
         self._bytes = token_bytes
         self._utf8 = codecs.getincrementaldecoder("utf-8")("replace")
+        self._strips = token_bytes.strips_space
         self._decode(context)
 
     def feed(self, token: int) -> str:
-        return self._utf8.decode(self._bytes[token])
+        """Return the text that `token` completes."""
+        text = self._utf8.decode(self._bytes[token])
+        return self._stripped(text) if self._strips else text
 
     def finish(self, tokens: Sequence[int] = ()) -> str:
+        """Return the text held back and the text of the last `tokens`. Called once, at the end."""
         return self._decode(tokens, final=True)
-
-    def _decode(self, tokens: Sequence[int], final: bool = False) -> str:
-        return self._utf8.decode(b"".join(map(self._bytes.__getitem__, tokens)), final)
-
-
-class WindowDecoder:
-    """Decodes any other tokenizer's tokens: it decodes a small window with and without the new tokens.
-
-    The window starts with a token that was shown before or is in the context, so that a decoder which treats the first
-    token differently (and strips a space) does so both times. Text that ends in U+FFFD may be a partial character and
-    is held back.
-    """
-
-    def __init__(self, tokenizer: Tokenizer, context: Sequence[int] = ()) -> None:
-        self._tokenizer = tokenizer
-        self._window = list(context)
-        length = len(self._window)
-        ends = range(length, max(length - MAX_CHAR_TOKENS, -1), -1)
-        # The tokens of the window whose text was shown. The context may end with a partial character.
-        self._shown = next((end for end in ends if not self._text(end).endswith("\ufffd")), length)
-
-    def feed(self, token: int) -> str:
-        self._window.append(token)
-        text = self._new_text()
-        if not text or (text.endswith("\ufffd") and len(self._window) - self._shown < MAX_WINDOW):
-            return ""
-        self._window = self._window[self._shown :]
-        self._shown = len(self._window)
-        return text
-
-    def finish(self, tokens: Sequence[int] = ()) -> str:
-        return "".join(map(self.feed, tokens)) + self._new_text()
-
-    def _new_text(self) -> str:
-        return self._text(len(self._window))[len(self._text(self._shown)) :]
-
-    def _text(self, end: int) -> str:
-        return self._tokenizer.decode(self._window[:end], skip_special_tokens=False)
-
-
-class TextDecoders:
-    """Makes the decoders of one tokenizer."""
-
-    def __init__(self, tokenizer: Tokenizer) -> None:
-        self.bytes_of = TokenBytes(tokenizer)
-        self._tokenizer = tokenizer
 
     def own_length(self, token: int, text: str) -> int:
         """Return how many characters at the end of `text`, which `token` has completed, are those of `token`."""
-        data = self.bytes_of[token]
+        data = self._bytes[token]
         if not text.startswith("\ufffd") or data[:1] in _CONTINUATIONS:
             return len(text)
-        return len(codecs.getincrementaldecoder("utf-8")("replace").decode(data))
+        return min(len(text), len(codecs.getincrementaldecoder("utf-8")("replace").decode(data)))
 
-    def new(self, context: Sequence[int] = ()) -> TextDecoder:
-        """Return a decoder for the text after the tokens `context`."""
-        if self.bytes_of.is_byte_level:
-            return ByteDecoder(self.bytes_of, context)
-        inside = itertools.takewhile(lambda token: self.bytes_of[token][:1] in _CONTINUATIONS, context)
-        return WindowDecoder(self._tokenizer, context[len(list(inside)) :])
+    def _decode(self, tokens: Sequence[int], final: bool = False) -> str:
+        return self._stripped(self._utf8.decode(b"".join(map(self._bytes.__getitem__, tokens)), final))
+
+    def _stripped(self, text: str) -> str:
+        if self._strips and text:
+            self._strips = False
+            return text.removeprefix(" ")
+        return text
 
 
 class StopMatcher:
     """Finds the first of several stop strings in text that arrives in pieces.
 
-    Each string has a matcher (Knuth, Morris & Pratt 1977), so the cost per character does not depend on its length.
+    It is the Shift-And automaton (Baeza-Yates & Gonnet 1992) of all strings in a row: bit i of the state is set if the
+    text ends with what a string has up to its character at i. So a character of text costs two operations on integers.
     Only the longest partial match is held back.
     """
 
     def __init__(self, stops: Sequence[str], include_stop: bool = False) -> None:
         self._include_stop = include_stop
-        self._stops = [(s, _prefix_function(s)) for s in stops]
-        self._matched = [0] * len(stops)
+        self._offsets = dict(zip(stops, itertools.accumulate(map(len, stops), initial=0), strict=False))
+        self._first = sum(1 << offset for offset in {*self._offsets.values()})
+        self._last = sum(1 << offset + len(stop) - 1 for stop, offset in self._offsets.items())
+        self._bits: dict[str, int] = {}
+        for i, char in enumerate("".join(stops)):
+            self._bits[char] = self._bits.get(char, 0) | 1 << i
+        self._state = 0
         self._held = ""
 
     def feed(self, text: str) -> tuple[str, str | None]:
@@ -154,38 +116,18 @@ class StopMatcher:
         Text after the stop string is never shown, and the stop string itself only with `include_stop`.
         """
         for end, char in enumerate(text, start=1):
-            complete: str | None = None
-            for i, (stop, borders) in enumerate(self._stops):
-                n = self._matched[i]
-                while n and stop[n] != char:
-                    n = borders[n - 1]
-                n += stop[n] == char
-                if n == len(stop):
-                    if complete is None or n > len(complete):
-                        complete = stop
-                    n = borders[n - 1]
-                self._matched[i] = n
-            if complete is not None:
-                seen = self._held + text[:end]
-                self._held = ""
-                return seen if self._include_stop else seen[: len(seen) - len(complete)], complete
-        seen = self._held + text
-        cut = len(seen) - max(self._matched)
-        self._held = seen[cut:]
-        return seen[:cut], None
+            self._state = (self._state << 1 | self._first) & self._bits.get(char, 0)
+            if self._state & self._last:
+                seen, self._held = self._held + text[:end], ""
+                stop = max(filter(seen.endswith, self._offsets), key=len)
+                return seen if self._include_stop else seen.removesuffix(stop), stop
+        seen, partial = self._held + text, 0
+        if self._state:
+            bits = [self._state >> offset & (1 << len(stop)) - 1 for stop, offset in self._offsets.items()]
+            partial = max(bits).bit_length()
+        self._held = seen[len(seen) - partial :]
+        return seen[: len(seen) - partial], None
 
     def flush(self) -> str:
         """Return the text held back, at the end of the text."""
         return self._held
-
-
-def _prefix_function(pattern: str) -> list[int]:
-    """Return for each i the length of the longest proper prefix of pattern[:i+1] that is also its suffix."""
-    borders = [0] * len(pattern)
-    n = 0
-    for i in range(1, len(pattern)):
-        while n and pattern[i] != pattern[n]:
-            n = borders[n - 1]
-        n += pattern[i] == pattern[n]
-        borders[i] = n
-    return borders

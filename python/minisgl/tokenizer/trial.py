@@ -1,14 +1,14 @@
 """Tries a chat template in a process with limits: whether it can be used, and how it reads messages.
 
-A template could hang the compiler or take all memory. The process runs this module as a program.
+A template could hang the compiler or take all memory.
 """
 
 from __future__ import annotations
 
+import contextlib
 import itertools
 import json
 import os
-import subprocess
 import sys
 from collections.abc import Iterator, Mapping
 from functools import lru_cache
@@ -19,17 +19,14 @@ from jinja2 import Template
 from msgspec.structs import replace
 
 from minisgl.errors import RequestError
-from minisgl.process.limits import limit_resources, module_environment
+from minisgl.process.trials import TrialLimits, Trials, serve
 from minisgl.tokenizer.folder import NAMES
 from minisgl.tokenizer.jinja import compile_template, fill_in
 from minisgl.tokenizer.reading import BLANKS, Message, Reading
 
-TRIAL_CPU_S: Final = 2  # to compile and render a template; common ones take 50 ms
-TRIAL_WALL_S: Final = 20.0  # the same in wall time, for busy machines
-TRIAL_MEMORY: Final = 256 << 20
-TRIAL_STACK: Final = 8 << 20
+LIMITS: Final = TrialLimits(cpu_s=2, wall_s=20, memory=256 << 20, stack=8 << 20)  # common templates take 50 ms
 TRIAL_DEPTH: Final = 400  # nested Python calls; the server's threads allow 1,000
-TOO_MUCH: Final = f"trying it takes more than {TRIAL_CPU_S} s or {TRIAL_MEMORY >> 20} MB"
+TOO_MUCH: Final = f"trying it takes more than {LIMITS.cpu_s} s or {LIMITS.memory >> 20} MB"
 
 K = TypeVar("K")
 Tools = list[dict[str, Any]] | None
@@ -50,22 +47,22 @@ _KNOWN: Final = {*NAMES, "messages", "tools", "documents", "add_generation_promp
 
 def try_template(source: str, variables: Mapping[str, Any]) -> Reading:
     """Compile a template and render conversations in a child process; return what that shows."""
-    return _try(json.dumps([source, dict(variables)]))
+    return _try(json.dumps([source, dict(variables)]).encode())
 
 
 @lru_cache
-def _try(job: str) -> Reading:
-    command = [sys.executable, "-m", "minisgl.tokenizer.trial"]
-    limits: dict[str, Any] = {"timeout": TRIAL_WALL_S, "env": module_environment(), "process_group": 0}
-    try:
-        done = subprocess.run(command, input=job.encode(), capture_output=True, **limits)
-    except subprocess.TimeoutExpired as e:
-        done = subprocess.CompletedProcess(command, -1, e.stdout or b"")
-    if done.returncode > 0:
-        lines = done.stderr.decode().splitlines() or ["no reason given"]
-        return Reading(problem=f"trying it failed: {lines[-1]}")
-    found = done.stdout.splitlines()  # the process may have been killed at a limit
+def _try(job: bytes) -> Reading:
+    with contextlib.closing(Trials(__name__, timeout_s=2.0 * LIMITS.wall_s)) as trials:
+        try:
+            found = trials.run(job).splitlines()  # the process may have been killed at a limit
+        except OSError as e:
+            return Reading(problem=f"trying it failed: {e}")
     return msgspec.json.decode(found[-1], type=Reading) if found else Reading(problem=TOO_MUCH)
+
+
+def _answer(job: bytes) -> Iterator[bytes]:
+    sys.setrecursionlimit(TRIAL_DEPTH)
+    yield from (msgspec.json.encode(reading) + b"\n" for reading in _trial(*json.loads(job)))
 
 
 def _trial(source: str, variables: dict[str, Any]) -> Iterator[Reading]:
@@ -157,8 +154,4 @@ def _without_none(shown: dict[K, str]) -> list[K]:
 
 
 if __name__ == "__main__":
-    limit_resources(TRIAL_CPU_S, TRIAL_MEMORY, TRIAL_STACK)
-    sys.setrecursionlimit(TRIAL_DEPTH)
-    for found in _trial(*json.loads(sys.stdin.buffer.read())):
-        sys.stdout.buffer.write(msgspec.json.encode(found) + b"\n")  # UTF-8 in any locale
-        sys.stdout.buffer.flush()
+    serve(_answer, LIMITS)

@@ -304,7 +304,7 @@ def check_tokens(llm: LLM, prompts: list[list[int]], tie: float, others: dict[st
     gap, engine, scheduler = logit_gap(llm), engine_of(llm), llm.scheduler
     base = generate(llm, prompts)
     again = generate(llm, prompts, flush=False)
-    found = any(done.cached_tokens for done in again)
+    found = any(done.num_cached_tokens for done in again)
     outputs: dict[str, list[Completion] | str] = {"cached = cold": again if found else NO_PREFIX}
     for name, owner, attribute, value, skipped in (
         ("overlap on = off", scheduler, "depth", 1 - scheduler.depth, ""),

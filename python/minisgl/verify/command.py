@@ -7,7 +7,6 @@ from collections.abc import Callable
 from importlib.util import find_spec
 from typing import Any, Final, TypeVar
 
-import numpy as np
 import torch
 
 from minisgl.bench.report import format_table
@@ -169,7 +168,7 @@ def _answers(llm: LLM) -> list[list[int]]:
     else:
         done = llm.generate(list(QUESTIONS), params)
     llm.scheduler.handle(FlushCacheMsg())
-    return [[*np.frombuffer(answer.prompt_ids, np.int32).tolist(), *answer.token_ids] for answer in done]
+    return [answer.prompt_token_ids + answer.token_ids for answer in done]
 
 
 def _compute_and_free(options: dict[str, Any], compute: Callable[[LLM], T]) -> T:

@@ -357,7 +357,7 @@ def test_what_is_not_json_stays_refused(text: str) -> None:
 @pytest.mark.parametrize(
     ("config", "says"),
     [
-        ({"temperature": -1}, "temperature=-1 (temperature must be 0 to 100)"),
+        ({"temperature": -1}, "temperature=-1 (temperature=-1: Expected `float` >= 0.0)"),
         ({"temperature": "0.7"}, "temperature='0.7'"),
         ({"temperature": math.nan}, "temperature=nan"),
         ({"temperature": 1e30}, "temperature=1e+30"),

@@ -14,8 +14,7 @@ import pytest
 
 from minisgl.checkpoint.hf import BUILTIN_MODEL
 from minisgl.errors import RequestError
-from minisgl.grammar import trial
-from minisgl.grammar.trial import WALL_S, TriedCompiler
+from minisgl.grammar.trial import LIMITS, TriedCompiler
 from minisgl.params import Grammar, GrammarKind
 from minisgl.scheduler.grammars import THREADS
 from support.processes import PATIENCE_S, eventually
@@ -68,7 +67,7 @@ def test_hostile_grammars_delay_no_other(compiler: TriedCompiler) -> None:
         time.sleep(0.1)
         began = time.monotonic()
         compiler.compile(Grammar("regex", "[a-z]{3}"), False)
-        assert time.monotonic() - began < WALL_S
+        assert time.monotonic() - began < LIMITS.wall_s
         for job in hostile:
             job.result()
 
@@ -86,8 +85,8 @@ def test_verdicts_are_remembered(compiler: TriedCompiler) -> None:
 
 def test_killed_process_is_replaced(compiler: TriedCompiler) -> None:
     compiler.compile(Grammar("regex", "[a-c]"), False)
-    assert compiler._server is not None
-    process = compiler._server[0]
+    process = compiler.trials.process
+    assert process is not None
     os.kill(process.pid, signal.SIGKILL)
     compiler.compile(Grammar("regex", "[a-d]"), False)
     assert eventually(lambda: process.returncode == -signal.SIGKILL)
@@ -95,12 +94,12 @@ def test_killed_process_is_replaced(compiler: TriedCompiler) -> None:
 
 def test_frozen_process_is_replaced(compiler: TriedCompiler, monkeypatch: pytest.MonkeyPatch) -> None:
     compiler.compile(GOOD, False)
-    assert compiler._server is not None
-    frozen = compiler._server[0].pid
-    monkeypatch.setattr(trial, "FROZEN_S", 2.0)
-    os.kill(frozen, signal.SIGSTOP)
+    frozen = compiler.trials.process
+    assert frozen is not None
+    monkeypatch.setattr(compiler.trials, "timeout_s", 2.0)
+    os.kill(frozen.pid, signal.SIGSTOP)
     compiler.compile(Grammar("regex", "frozen", param="regex"), False)
-    assert compiler._server[0].pid != frozen
+    assert compiler.trials.process is not frozen
 
 
 def test_grammars_that_come_at_once_are_all_tried(compiler: TriedCompiler) -> None:
@@ -112,9 +111,9 @@ def test_grammars_that_come_at_once_are_all_tried(compiler: TriedCompiler) -> No
 def test_processes_end_with_their_parent() -> None:
     compiler = TriedCompiler(BUILTIN_MODEL, vocab_size=4096, eos_ids=frozenset({1}))
     compiler.compile(GOOD, False)
-    assert compiler._server is not None
-    process, control = compiler._server
-    control.close()
+    process = compiler.trials.process
+    assert process is not None
+    compiler.trials._control.close()
     assert process.wait(PATIENCE_S) == 0
 
 

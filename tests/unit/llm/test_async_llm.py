@@ -58,7 +58,7 @@ def test_concurrent_requests_give_the_results_of_llm(llm: AsyncLLM) -> None:
             for (text, ids, last), want in zip(results, offline.generate(PROMPTS, GREEDY), strict=True):
                 assert (text, ids) == (want.text, want.token_ids)
                 assert last.finish_reason is want.finish_reason
-                assert last.outputs[0].text == text and last.completion.prompt_ids == want.prompt_ids
+                assert last.outputs[0].text == text and last.completion.prompt_token_ids == want.prompt_token_ids
         assert "42" in answer[0] and answer[2].finish_reason is FinishReason.STOP
         await until_idle(llm)
 
@@ -105,7 +105,7 @@ def test_choices_are_those_of_llm(llm: AsyncLLM) -> None:
     assert [c.text for c in done.outputs] == [c.text for c in want.outputs]
     assert [c.index for c in done.outputs] == [0, 1, 2]
     assert len({c.text for c in done.outputs}) > 1
-    assert [c.cached_tokens for c in done.outputs[1:]] == [32, 32], "the first choice computes the prompt"
+    assert [c.num_cached_tokens for c in done.outputs[1:]] == [32, 32], "the first choice computes the prompt"
 
 
 def test_an_invalid_request_costs_the_others_nothing(llm: AsyncLLM) -> None:

@@ -13,7 +13,7 @@ from tokenizers import Tokenizer
 
 from minisgl.core import FinishReason
 from minisgl.errors import RequestError
-from minisgl.llm.completions import Completion, Completions, Request
+from minisgl.llm.completions import Completion, Completions, Listener, Piece, Request
 from minisgl.message import DetokenizeMsg, Failure, Finished, Started, UserMsg, ids_to_bytes
 from minisgl.params import SamplingParams
 from minisgl.tokenizer.detokenize import DetokenizeManager
@@ -73,17 +73,20 @@ def completions_of(
 ) -> list[Completion]:
     heard: dict[int, str] = {}
 
-    def on_token(index: int, text: str) -> None:
-        heard[index] = heard.get(index, "") + text
+    def listener(index: int) -> Listener:
+        def listen(piece: Piece) -> None:
+            heard[index] = heard.get(index, "") + piece.text
+
+        return listen
 
     detokenizer = DetokenizeManager(tokenizer)
-    completions = Completions(detokenizer, [Request([u]) for u in users], on_token if streams else None)
+    completions = Completions(detokenizer)
+    done = [completions.add(Request([u]), listener(i) if streams else None) for i, u in enumerate(users)]
     assert completions._streams is streams
     for msg in said:
         assert completions.pending > 0
-        assert completions.take(msg) == []
+        assert completions.process(msg) == []
     assert completions.pending == 0 and detokenizer.entries == 0
-    done = completions.finish()
     if streams:
         assert [heard.get(i, "") for i in range(len(users))] == [c.text for c in done]
     return done
@@ -110,15 +113,17 @@ def test_decoding_at_the_end_equals_incremental_decoding(tokenizer: Tokenizer, s
 def test_a_stop_string_needs_incremental_decoding() -> None:
     detokenizer = DetokenizeManager(MADE.byte_level())
     user = UserMsg(uid=1, input_ids=ids_to_bytes([1]), sampling_params=SamplingParams(stop=("fox",)))
-    assert Completions(detokenizer, [Request([user])], None)._streams
+    completions = Completions(detokenizer)
+    completions.add(Request([user]))
+    assert completions._streams
 
 
 def test_a_failed_request_fails_the_call() -> None:
-    for on_token in (None, lambda index, text: None):
-        user = UserMsg(uid=1, input_ids=ids_to_bytes([1]), sampling_params=SamplingParams())
-        completions = Completions(DetokenizeManager(MADE.byte_level()), [Request([user])], on_token)
+    for params in (SamplingParams(), SamplingParams(stop=("fox",))):
+        completions = Completions(DetokenizeManager(MADE.byte_level()))
+        completions.add(Request([UserMsg(uid=1, input_ids=ids_to_bytes([1]), sampling_params=params)]))
         with pytest.raises(RequestError, match="NaN") as failed:
-            completions.take(
+            completions.process(
                 DetokenizeMsg(
                     uids=b"",
                     tokens=b"",
@@ -127,7 +132,3 @@ def test_a_failed_request_fails_the_call() -> None:
                 )
             )
         assert failed.value.status == 500
-
-
-def test_no_prompts_give_no_completions() -> None:
-    assert Completions(DetokenizeManager(MADE.byte_level()), [], None).finish() == []

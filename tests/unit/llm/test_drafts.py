@@ -56,7 +56,7 @@ def make_requests(rng: random.Random, count: int) -> tuple[list[str], list[Sampl
 def facts(done: Completion) -> dict[str, Any]:
     """All that a client sees, but for what the engine found or drafted."""
     seen = {f.name: getattr(done, f.name) for f in fields(done)}
-    del seen["cached_tokens"], seen["accepted_tokens"], seen["request_id"], seen["others"]
+    del seen["num_cached_tokens"], seen["accepted_tokens"], seen["request_id"], seen["others"]
     return seen
 
 

@@ -40,11 +40,12 @@ def prompt_ids(llm: LLM, text: str = PROMPT) -> list[int]:
 
 
 def check(llm: LLM, model: Any, ids: list[int], done: Completion, top: int, first: int) -> None:
-    """`done.logprobs` are those of `ids` from index `first` on."""
+    """The log-probabilities of `done`, of prompt and answer, are those of `ids` from index `first` on."""
     logprobs = want(model, ids)
     names = TokenBytes(llm.tokenizer.tokenizer)
-    assert len(done.logprobs) == len(ids) - first
-    for i, got in enumerate(done.logprobs, first):
+    found = done.prompt_logprobs + done.logprobs
+    assert len(done.logprobs) == len(done.token_ids) and len(found) == len(ids) - first
+    for i, got in enumerate(found, first):
         assert (got.id, got.data) == (ids[i], names[ids[i]])
         if i == 0:
             assert got.logprob is None and got.top == []
@@ -77,7 +78,7 @@ def test_echo_gives_logprobs_of_a_cached_prompt(llm: LLM, model: Any, max_tokens
     assert len(done.token_ids) == max_tokens
     check(llm, model, prompt_ids(llm) + done.token_ids, done, 1, 0)
     assert done.text.startswith(PROMPT)
-    for token in done.logprobs:
+    for token in done.prompt_logprobs + done.logprobs:
         if (text := token_text(token.data)).startswith("bytes:"):
             assert done.text.encode().count(token.data)
         else:
@@ -103,7 +104,8 @@ def test_logprobs_do_not_depend_on_the_batch(llm: LLM) -> None:
     others = [SamplingParams(max_tokens=n, logprobs=top, seed=n) for n, top in ((5, None), (9, 20), (12, 0))]
     together = llm.generate([PROMPT, "The", PROMPT[:40], PROMPT], [*others, mine])[3]
     assert together.token_ids == alone.token_ids
-    for a, b in zip(together.logprobs, alone.logprobs, strict=True):
+    pairs = [(c.prompt_logprobs, c.logprobs) for c in (together, alone)]
+    for a, b in zip(*(prompt + answer for prompt, answer in pairs), strict=True):
         assert (a.data, a.offset) == (b.data, b.offset)
         assert a.logprob == (None if b.logprob is None else pytest.approx(b.logprob, abs=1e-4))
 

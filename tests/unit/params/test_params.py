@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import re
 from typing import Any
 
 import msgspec
@@ -50,11 +51,11 @@ def test_values_are_converted(given: dict[str, Any], kept: Any) -> None:
         ({"temperature": True}, "temperature=True: Expected `float`, got `bool`"),
         ({"max_tokens": 1.5}, "max_tokens=1.5: Expected `int | null`, got `float`"),
         ({"max_tokens": True}, "max_tokens=True: Expected `int | null`, got `bool`"),
-        ({"stop": 5}, r"stop=5: Expected `str`, got `int`"),
-        ({"stop": ["a", 5]}, r"stop=.*: Expected `str`, got `int` - at `\$\[1\]`"),
+        ({"stop": 5}, r"stop=.*: Expected `str`, got `int`"),
+        ({"stop": ["a", 5]}, r"stop=.*: Expected `str`, got `int`$"),
         ({"ignore_eos": "no"}, "ignore_eos='no': Expected `bool`, got `str`"),
         ({"grammar": "a|b"}, "grammar='a|b': Expected `object | null`"),
-        ({"stop_token_ids": "5"}, "stop_token_ids='5': Expected `int`, got `str`"),
+        ({"stop_token_ids": "5"}, "stop_token_ids=.*: Expected `int`, got `str`"),
         ({"logit_bias": {"5": 1}}, "logit_bias=.*: Expected `int`, got `str`"),
     ],
 )
@@ -67,27 +68,27 @@ def test_wrong_types_are_refused_by_name(given: dict[str, Any], message: str) ->
 @pytest.mark.parametrize(
     ("given", "message"),
     [
-        ({"temperature": -1}, "temperature must be 0 to 100"),
-        ({"temperature": math.nan}, "temperature must be 0 to 100"),
-        ({"temperature": math.inf}, "temperature must be 0 to 100"),
-        ({"top_p": -0.1}, "top_p must be 0"),
-        ({"top_k": -2}, "top_k must be 0"),
-        ({"min_p": 1.5}, "min_p must be 0 to 1"),
-        ({"max_tokens": -1}, "max_tokens must be 0 or more"),
-        ({"max_tokens": 10**30}, "max_tokens must be 0 or more"),
+        ({"temperature": -1}, "temperature=-1: Expected `float` >= 0.0"),
+        ({"temperature": math.nan}, "temperature=nan: Expected `float` >= 0.0"),
+        ({"temperature": math.inf}, "temperature=inf: Expected `float` <= 100.0"),
+        ({"top_p": -0.1}, "top_p=-0.1: Expected `float` >= 0.0"),
+        ({"top_k": -2}, "top_k=-2: Expected `int` >= 0"),
+        ({"min_p": 1.5}, "min_p=1.5: Expected `float` <= 1.0"),
+        ({"max_tokens": -1}, "max_tokens=-1: Expected `int` >= 0"),
+        ({"max_tokens": 10**30}, "max_tokens=10+: Expected `int` <= 2147483647"),
         ({"min_tokens": 5, "max_tokens": 4}, "min_tokens must not exceed max_tokens"),
-        ({"presence_penalty": 3}, "presence_penalty must be -2 to 2"),
-        ({"repetition_penalty": 0}, "repetition_penalty must be above 0"),
-        ({"stop": ""}, "stop strings must have 1 to 256"),
-        ({"stop": ["a", ""]}, "stop strings must have 1 to 256"),
-        ({"stop": ["a"] * 17}, "stop takes at most 16"),
-        ({"stop_token_ids": -1}, "stop_token_ids token ids must be 0 to"),
-        ({"logit_bias": {-1: 1.0}}, "logit_bias token ids must be 0 to"),
-        ({"logit_bias": {1: math.nan}}, "logit_bias values must be -100 to 100"),
-        ({"seed": 2**63}, "seed must fit in 64 bits"),
-        ({"logprobs": 21}, "logprobs must be 0 to 20"),
-        ({"n": 0}, "n must be 1 to"),
-        ({"cache_salt": "x" * 257}, "cache_salt takes at most 256"),
+        ({"presence_penalty": 3}, "presence_penalty=3: Expected `float` <= 2.0"),
+        ({"repetition_penalty": 0}, "repetition_penalty=0: Expected `float` > 0.0"),
+        ({"stop": ""}, "stop=.*: Expected `str` of length >= 1"),
+        ({"stop": ["a", ""]}, "stop=.*: Expected `str` of length >= 1"),
+        ({"stop": ["a"] * 17}, "stop=.*: Expected `array` of length <= 16"),
+        ({"stop_token_ids": -1}, "stop_token_ids=.*: Expected `int` >= 0"),
+        ({"logit_bias": {-1: 1.0}}, "logit_bias=.*: Expected `int` >= 0"),
+        ({"logit_bias": {1: math.nan}}, "logit_bias=.*: Expected `float` >= -100.0"),
+        ({"seed": 2**63}, "seed=9223372036854775808: Expected `int` <= 9223372036854775807"),
+        ({"logprobs": 21}, "logprobs=21: Expected `int` <= 20"),
+        ({"n": 0}, "n=0: Expected `int` >= 1"),
+        ({"cache_salt": "x" * 257}, "cache_salt=.*: Expected `str` of length <= 256"),
         ({"embed": True}, "max_tokens must be 0 for an embedding"),
         ({"grammar": Grammar("regex", "a" * 17000)}, "grammar has 17000 characters"),
     ],
@@ -96,13 +97,13 @@ def test_a_value_that_no_model_can_serve_is_refused_when_it_is_given(given: dict
     with pytest.raises(RequestError, match=message) as e:
         SamplingParams(**given)
     assert isinstance(e.value, ValueError)
-    assert e.value.param == message.split()[0]
+    assert e.value.param == re.split(r"\W", message)[0]
 
 
 def test_decoding_does_not_check_again(monkeypatch: pytest.MonkeyPatch) -> None:
     data = msgspec.msgpack.encode(SamplingParams(temperature=0.5, stop="a"))
     monkeypatch.setattr(params, "validate_sampling", None)
-    monkeypatch.setattr(params, "_converted", None)
+    monkeypatch.setattr(params, "_adapted", None)
     assert msgspec.msgpack.decode(data, type=SamplingParams).stop == ("a",)
 
 

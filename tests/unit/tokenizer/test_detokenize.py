@@ -26,7 +26,7 @@ from minisgl.message import (
 )
 from minisgl.params import SamplingParams
 from minisgl.tokenizer.detokenize import DetokenizeManager
-from minisgl.tokenizer.text import StopMatcher, TextDecoders
+from minisgl.tokenizer.text import StopMatcher, TextDecoder, TokenBytes
 
 
 def _conftest() -> ModuleType:
@@ -133,7 +133,7 @@ def test_a_completion_continues_its_prompt(text: str, cut: int, skip: bool) -> N
         whole = tokenizer.decode(ids, skip_special_tokens=skip)
         echoed = text_of(stream(tokenizer, completion, prompt=prompt, echo=True, skip_special=skip))
         alone = text_of(stream(tokenizer, completion, prompt=prompt[-CONTEXT_TOKENS:], skip_special=skip))
-        decoder = TextDecoders(tokenizer).new()
+        decoder = TextDecoder(TokenBytes(tokenizer))
         shown = "".join(decoder.feed(token) for token in prompt if not (skip and token in (1, 2)))
         assert echoed == whole == shown + alone
         assert alone == DetokenizeManager(tokenizer).decode(

@@ -16,8 +16,8 @@ from minisgl.checkpoint.hf import BUILTIN_MODEL
 from minisgl.errors import ConfigError, RequestError
 from minisgl.message import EncodeMsg, TokenizeMsg, ids_to_bytes
 from minisgl.params import Limits, SamplingParams
+from minisgl.process import trials
 from minisgl.tokenizer import tokenize as tokenize_module
-from minisgl.tokenizer import trial as trial_module
 from minisgl.tokenizer.template import MAX_MESSAGES, ChatTemplate
 from minisgl.tokenizer.tokenize import TokenizeManager, model_limits
 
@@ -168,7 +168,7 @@ def test_an_unusable_template_costs_only_chats(folder: Path, tmp_path: Path, sou
 
 def test_a_trial_that_cannot_run_says_so(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     write_templates(tmp_path, {"chat_template.jinja": "{# tried here only #}"})
-    monkeypatch.setattr(trial_module, "module_environment", lambda: {"PYTHONPATH": "", "PYTHONHOME": "/nowhere"})
+    monkeypatch.setattr(trials, "module_environment", lambda: {"PYTHONPATH": "", "PYTHONHOME": "/nowhere"})
     (problem,) = ChatTemplate.of_folder(tmp_path).problems.values()
     assert problem.startswith("trying it failed: ") and "\n" not in problem
 

@@ -85,7 +85,7 @@ def test_tokenizers_that_transformers_cannot_load_are_not_compared(tmp_path: Pat
 
 
 def completion(*tokens: int) -> Completion:
-    return Completion(3, token_ids=list(tokens))
+    return Completion([1, 2, 3], token_ids=list(tokens))
 
 
 def test_outputs_may_differ_only_at_a_tie() -> None:
