@@ -32,8 +32,8 @@ from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 from minisgl.api.app import create_app
 from minisgl.api.dispatch import Dispatcher
 from minisgl.errors import ConfigError
-from minisgl.launch.launch import check_model, replica_children, served_model, tokenizer_children
-from minisgl.launch.targets import run_scheduler
+from minisgl.launch.children import replica_children, run_scheduler, tokenizer_children
+from minisgl.launch.launch import check_model, served_model
 from minisgl.message import (
     AbortMsg,
     BackendMsg,
@@ -46,7 +46,7 @@ from minisgl.message import (
 )
 from minisgl.process.log import configure_logging
 from minisgl.process.processes import Facts, Processes, run_dir
-from minisgl.process.queues import Codec, ZmqAsyncPullQueue, ZmqAsyncPushQueue
+from minisgl.process.queues import Codec, ZmqAsyncPullQueue, ZmqPushQueue
 from minisgl.settings.options import ServerArgs, Settings, build_config, named_values, option, options_of, seconds
 from minisgl.settings.sources import server_options
 
@@ -137,7 +137,7 @@ def _values(options: Mapping[str, Any], names: set[str], cls: type) -> dict[str,
     """Return the values of the options `names` by our names. They are strings from a command line, typed from YAML."""
     given = {name: options[name] for name in names if options[name] is not None}
     texts = {name: ",".join(map(str, v)) if isinstance(v, list) else str(v) for name, v in given.items()}
-    return named_values([(name, text, "", f"{name}=") for name, text in texts.items()], cls, is_text=True)
+    return named_values([(name, text, f"{name}=") for name, text in texts.items()], cls, is_text=True)
 
 
 def wanted_replicas(context: AutoscalingContext) -> tuple[int, dict[str, Any]]:
@@ -174,12 +174,12 @@ class Ticket:
 
     def __init__(self) -> None:
         self._loop = asyncio.get_running_loop()
-        self.leaving = asyncio.Event()
+        self.leaving: asyncio.Future[None] = self._loop.create_future()
         self.has_failed = False
 
     def leave(self) -> None:
         """Set `leaving`. Callable from any thread."""
-        self._loop.call_soon_threadsafe(self.leaving.set)
+        self._loop.call_soon_threadsafe(self.leaving.set_result, None)
 
     def __reduce__(self) -> tuple[Any, ...]:
         return type(None), ()
@@ -199,9 +199,9 @@ class Api:
         args = self._args = replace(args, run_dir=str(folder), life=random.getrandbits(LIFE_BITS))
         self._replicas = replicas.options(stream=True)
         checked = check_model(args)
-        self._processes = Processes(tokenizer_children(args, checked))
+        self._processes = Processes()
         self._resources.callback(self._processes.stop)
-        self._processes.spawn()
+        self._processes.start(*tokenizer_children(args, checked.folder, checked.limits, checked.template))
         await _in_thread(self._processes.wait_ready, args.ready_timeout)
         self._facts: Facts = {}
         self._app = create_app(args, served_model(args, checked, self._facts, self._processes))
@@ -253,34 +253,32 @@ class Api:
             replace(self._args, life=life).zmq_scheduler_addr, FrameCodec()
         )
         logger.info("replica %d is linked", index)
-        await dispatcher.open(life, index)
-        leaving = asyncio.create_task(ticket.leaving.wait())
-        carrying = [asyncio.create_task(self._take(host)), asyncio.create_task(_give(host, inbox))]
+        dispatcher.open(life, index)
+        carrying = asyncio.create_task(self._carry(host, inbox))
         try:
-            await asyncio.wait([leaving, *carrying], return_when=asyncio.FIRST_COMPLETED)
-            if leaving.done():
-                logger.info("replica %d takes no new requests", index)
-                draining = asyncio.create_task(dispatcher.drain(life, self._args.drain_timeout))
-                await asyncio.wait([draining, *carrying], return_when=asyncio.FIRST_COMPLETED)
-                await _end(draining)
-            if has_died := any(task.done() for task in carrying):
+            if await dispatcher.serve(life, carrying, ticket.leaving, self._args.drain_timeout):
                 logger.error("replica %d is lost; other replicas take over its requests", index)
-            await dispatcher.remove(life, has_died)
         finally:
-            await _end(leaving, *carrying)
+            await _end(carrying)
             call.cancel()
             inbox.close()
             del self._links[index]
         logger.info("replica %d has left", index)
 
+    async def _carry(self, host: Any, inbox: ZmqAsyncPullQueue[bytes]) -> None:
+        """Forward messages from and to the scheduler. Raises when it or its host has ended."""
+        async with asyncio.TaskGroup() as group:
+            group.create_task(self._take(host))
+            group.create_task(_give(host, inbox))
+
     async def _take(self, host: Any) -> None:
-        """Forward what the scheduler sends, until the scheduler or its host ends."""
         addrs = self._args.zmq_frontend_addr, self._args.zmq_detokenizer_addr
-        queues: list[ZmqAsyncPushQueue[bytes]] = [ZmqAsyncPushQueue(addr, FrameCodec()) for addr in addrs]
+        queues: list[ZmqPushQueue[bytes]] = [ZmqPushQueue(addr, FrameCodec()) for addr in addrs]
         try:
             async for item in host.take.remote():
                 for is_tokens, frame in await item:
-                    await queues[is_tokens].put([frame])
+                    queues[is_tokens].put([frame])
+            raise ConnectionError("the scheduler has ended")
         finally:
             for queue in queues:
                 queue.close()
@@ -389,9 +387,9 @@ class Host:
             asyncio.create_task(self._pump(args.zmq_detokenizer_addr, Codec(TokenizerMsg), True)),
             asyncio.create_task(self._pump(args.zmq_frontend_addr, Codec(FrontendMsg), False)),
         ]
-        self._backend: ZmqAsyncPushQueue[BackendMsg] = ZmqAsyncPushQueue(args.zmq_scheduler_addr, Codec(BackendMsg))
-        self._processes = Processes(replica_children(args, run_scheduler, 0, args.life))
-        self._processes.spawn()
+        self._backend: ZmqPushQueue[BackendMsg] = ZmqPushQueue(args.zmq_scheduler_addr, Codec(BackendMsg))
+        self._processes = Processes()
+        self._processes.start(*replica_children(args, run_scheduler, 0, args.life))
         facts: Facts = await _in_thread(self._processes.wait_ready, args.ready_timeout)
         if args.scheduler.engine.node_rank == 0:
             self._heard, self._patience = time.monotonic(), args.heartbeat_timeout
@@ -422,7 +420,7 @@ class Host:
         if (turn := self._turn) > 1:
             # The previous API process has died: abort its requests, and report all cached prefixes to the new one.
             self._frames = []
-            await self._backend.put([*map(AbortMsg, self._open), TellPrefixesMsg()])
+            self._backend.put([*map(AbortMsg, self._open), TellPrefixesMsg()])
         while not self._cause:
             await self._news.wait()
             if turn != self._turn:
@@ -436,7 +434,7 @@ class Host:
         for frame in frames:
             messages = self._codec.decode(frame)
             self._open.update(m.uid for m in messages if isinstance(m, UserMsg))
-            await self._backend.put(messages)
+            self._backend.put(messages)
 
     def check(self) -> None:
         """Raise if a rank has ended, or if rank 0 sends no heartbeat. Other ranks send none."""

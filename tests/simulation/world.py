@@ -168,13 +168,6 @@ class Push:
         pass
 
 
-class AsyncPush(Push):
-    """Stands for `ZmqAsyncPushQueue`."""
-
-    async def put(self, messages: Sequence[Any]) -> None:  # type: ignore[override]
-        super().put(messages)
-
-
 class Pull:
     """Stands for `ZmqPullQueue`, without waiting."""
 

@@ -98,7 +98,7 @@ class _Queue(Generic[M]):
 
 
 class ZmqPushQueue(_Queue[M]):
-    """The sending end."""
+    """The sending end. `put` never blocks, so an event loop can call it, too."""
 
     def __init__(self, addr: str, codec: Codec[M]) -> None:
         super().__init__(zmq.Context.instance().socket(zmq.PUSH), addr, codec)
@@ -122,18 +122,6 @@ class ZmqPullQueue(_Queue[M]):
         if timeout != 0 and not self._socket.poll(None if timeout is None else max(0, int(timeout * 1000))):
             return []
         return self._take_ready(self._socket)
-
-
-class ZmqAsyncPushQueue(_Queue[M]):
-    """The sending end on an event loop."""
-
-    def __init__(self, addr: str, codec: Codec[M]) -> None:
-        self._async = zmq.asyncio.Context.instance().socket(zmq.PUSH)
-        super().__init__(self._async, addr, codec)
-
-    async def put(self, messages: Sequence[M]) -> None:
-        """Send `messages` as one frame. Does not suspend on a connected queue, so it is safe in a cancelled task."""
-        await self._async.send(self._codec.encode(messages))
 
 
 class ZmqAsyncPullQueue(_Queue[M]):

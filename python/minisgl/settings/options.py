@@ -11,7 +11,7 @@ import ipaddress
 import json
 import re
 from collections.abc import Iterable, Mapping
-from dataclasses import dataclass, field, fields, is_dataclass
+from dataclasses import dataclass, field, fields, is_dataclass, replace
 from functools import cache
 from operator import ge, gt, le
 from os import PathLike
@@ -66,8 +66,8 @@ class Option:
     help: str
     aliases: tuple[str, ...] = ()
     choices: tuple[str | int, ...] = ()
-    words: Mapping[str | int, Any] = field(default_factory=dict)
-    switches: Mapping[str, Mapping[bool | str, Any]] = field(default_factory=dict)
+    words: Mapping[Any, Any] = field(default_factory=dict)
+    switches: Mapping[str, Mapping[Any, Any]] = field(default_factory=dict)
     form: type | None = None
     above: float | None = None
     minimum: float | None = None
@@ -78,25 +78,33 @@ class Option:
         """The spellings of the command-line flag, beginning with the main one."""
         return ["--" + name.replace("_", "-") for name in (self.name, *self.aliases)]
 
-    def parse(self, text: str, source: str) -> Any:
-        """Parse `text` as a value of the option's type. Raises `ConfigError` if that is impossible."""
-        if self.kind is int and (parts := re.fullmatch(r"(\d+(?:\.\d+)?)([kmgKMG])", text)):
-            return int(float(parts[1]) * MULTIPLES[parts[2]])
-        return _convert(self.kind, text, source)
+    def read(self, value: Any, source: str, is_text: bool) -> Any:
+        """Return the option's value for what a user has written. `is_text`: the source has only texts.
 
-    def translate(self, value: Any) -> Any:
-        """Translate other engines' words to ours, and a list or an object to text."""
+        Raises `ConfigError` like `check`.
+        """
+        try:
+            parsed = self._parse(value, is_text)
+        except ValueError:
+            raise ConfigError(f"{source}{value!r} is not of type {(self.form or self.kind).__name__}") from None
+        is_word = isinstance(parsed, str | int) and parsed in self.words
+        return self.words[parsed] if is_word else self.check(parsed, source)
+
+    def _parse(self, value: Any, is_text: bool) -> Any:
+        """Convert text to the option's type, and a list or an object to text. Raises `ValueError`."""
         if self.form is list and isinstance(value, str) and value.startswith("["):
             value = json.loads(value)
         if self.form is list and isinstance(value, list | tuple):
             return ",".join(map(str, value))
         if self.form is dict and isinstance(value, dict):
             return json.dumps(value)
-        if not isinstance(value, str | int):
-            return value
-        if isinstance(value, str) and value not in self.words and self.words:
+        if isinstance(value, str) and "," in value:
             return ",".join(self.words.get(part, part) for part in value.split(","))
-        return self.words.get(value, value)
+        if not is_text or value in self.words:
+            return value
+        if self.kind is int and (parts := re.fullmatch(r"(\d+(?:\.\d+)?)([kmgKMG])", value)):
+            return int(float(parts[1]) * MULTIPLES[parts[2]])
+        return parse_bool(value) if self.kind is bool else self.kind(value)
 
     def check(self, value: Any, source: str) -> Any:
         """Return `value`, converted from int to float if the option is a float.
@@ -128,13 +136,6 @@ def _is_choice(value: Any, choice: str | int) -> bool:
     """Return whether `value` is `choice`; if the choice ends in ":PATH", whether it has that prefix and a path."""
     prefix = choice.removesuffix("PATH") if isinstance(choice, str) else ""
     return bool(value == choice or (prefix.endswith(":") and str(value).startswith(prefix) and value != prefix))
-
-
-def _convert(kind: type, text: str, source: str) -> Any:
-    try:
-        return parse_bool(text) if kind is bool else kind(text)
-    except ValueError:
-        raise ConfigError(f"{source}{text!r} is not of type {kind.__name__}") from None
 
 
 def parse_bool(text: str) -> bool:
@@ -599,82 +600,57 @@ def _declared_options(cls: type) -> Mapping[str, Option]:
     return found
 
 
-@dataclass(frozen=True)
-class Spelling:
-    """A name that sets an option. `meanings` translates its values, unless they mean themselves."""
-
-    option: Option
-    meanings: Mapping[Any, Any] | None = None
-
-    @property
-    def is_switch(self) -> bool:
-        """Whether the flag takes no value."""
-        return self.option.kind is bool if self.meanings is None else set(self.meanings) <= {True, False}
-
-    def read(self, value: Any, source: str, is_text: bool) -> Any:
-        """Return the checked value of the option. `is_text` means that `value` is from a source with only texts."""
-        option, given = self.option, value
-        if is_text and self.is_switch:
-            given = _convert(bool, value, source)
-        if self.meanings is not None:
-            if type(given) not in (bool, str) or given not in self.meanings:
-                raise ConfigError(f"{source}{value!r} is not one of {', '.join(map(str, self.meanings))}")
-            return self.meanings[given]
-        try:
-            given = option.translate(given)
-        except ValueError as e:
-            raise ConfigError(f"{source}{value!r} is not valid JSON: {e}") from None
-        if is_text and isinstance(given, str):
-            given = option.parse(given, source)
-        return option.check(given, source)
-
-
 @cache
-def spellings_of(cls: type) -> Mapping[str, Spelling]:
-    """Return all names that set an option of `cls`, with underscores; and no_X for each switch X.
+def spellings_of(cls: type) -> Mapping[str, Option]:
+    """Return what reads the value of each name that sets an option of `cls`, with underscores.
 
+    For a switch of another engine, and for no_X of a switch X, it is an option of that type whose `words` are ours.
     If a name is also an alias of another option, the name counts.
     """
     options = options_of(cls).values()
-    found = {switch: Spelling(o, meanings) for o in options for switch, meanings in o.switches.items()}
-    found |= {alias: Spelling(o) for o in options for alias in o.aliases}
-    found |= {o.name: Spelling(o) for o in options}
-    for name, spelling in list(found.items()):
-        if spelling.is_switch:
-            meanings = {True: True, False: False} if spelling.meanings is None else spelling.meanings
-            found.setdefault(f"no_{name}", Spelling(spelling.option, {not key: v for key, v in meanings.items()}))
+    found: dict[str, Option] = {}
+    for o in options:
+        for name, words in o.switches.items():
+            kind, choices = (bool, ()) if True in words else (str, tuple(words))
+            found[name] = replace(o, kind=kind, words=words, choices=choices, minimum=None)
+    found |= {alias: o for o in options for alias in o.aliases}
+    found |= {o.name: o for o in options}
+    for name, switch in list(found.items()):
+        if switch.kind is bool:
+            words = {value: switch.words.get(not value, not value) for value in (True, False)}
+            found.setdefault(f"no_{name}", replace(switch, words=words))
     return found
 
 
-def named_values(given: Iterable[tuple[Any, Any, str, str]], cls: type, is_text: bool = False) -> dict[str, Any]:
-    """Return the values by option name of (spelling, value, where it is from, the prefix of the value in messages).
+def named_values(given: Iterable[tuple[Any, Any, str]], cls: type, is_text: bool = False) -> dict[str, Any]:
+    """Return the values by option name of (spelling, value, what was written before the value).
 
     Options of other engines that ask for what happens anyway are dropped (`settings/foreign.py`). Raises `ConfigError`
     for an unknown spelling, for two spellings of one option, and for an invalid value.
     """
     spellings = spellings_of(cls)
     found: dict[str, Any] = {}
-    for name, value, where, source in given:
-        words = str(name).replace("-", "_")
-        if (spelling := spellings.get(words)) is None:
+    for name, value, source in given:
+        words, written = str(name).replace("-", "_"), source.rstrip("= ")
+        if (option := spellings.get(words)) is None:
             if not asks_nothing(words, value):
-                raise ConfigError(f"{where}{_unknown(name, words, spellings)}")
+                raise ConfigError(f"{written}{_unknown(words, spellings)}")
             continue
-        if spelling.option.name in found:
-            raise ConfigError(f"{where}{name} is set twice")
+        if option.name in found:
+            raise ConfigError(f"{written} is set twice")
         if not is_unicode(str(value)):
             raise ConfigError(f"{source}{value!a} is not text in UTF-8")
-        found[spelling.option.name] = spelling.read(value, source, is_text)
+        found[option.name] = option.read(value, source, is_text)
     return found
 
 
-def _unknown(name: Any, words: str, spellings: Iterable[str]) -> str:
-    """Return the error message for a name that is not an option."""
+def _unknown(words: str, spellings: Iterable[str]) -> str:
+    """Return the error message for a name that is not an option, without the name."""
     if sentence := sentence_for(words):
-        return f"{name}: {sentence}"
+        return f": {sentence}"
     if words in spellings_of(ServerArgs):
-        return f"{name} is an option of `minisgl serve` only"
-    return f"there is no option {name!r}{did_you_mean(words, spellings) or '; `minisgl serve --help-all` lists them'}"
+        return " is an option of `minisgl serve` only"
+    return f" is not an option{did_you_mean(words, spellings) or '; `minisgl serve --help-all` lists them'}"
 
 
 def build_config(cls: type[T], values: Mapping[str, Any]) -> T:
@@ -682,7 +658,7 @@ def build_config(cls: type[T], values: Mapping[str, Any]) -> T:
 
     Raises `ConfigError` for an unknown option and for a value that cannot work.
     """
-    given = ((name, value, "", f"{name}=") for name, value in values.items())
+    given = ((name, value, f"{name}=") for name, value in values.items())
     return _build(cls, named_values(given, cls))
 
 

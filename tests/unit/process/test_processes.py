@@ -34,19 +34,19 @@ def test_run_dirs_are_private_and_stale_ones_are_removed(tmp_path: Path, monkeyp
     base = Path(tempfile.mkdtemp(prefix="mt-", dir="/tmp"))
     monkeypatch.setenv("XDG_RUNTIME_DIR", str(base))
     try:
-        stale, fresh, foreign = (base / f"minisgl-{n}" for n in ("stale", "fresh", "foreign"))
+        stale, fresh, foreign = (base / f"{processes.DIR_PREFIX}{n}" for n in ("stale", "fresh", "foreign"))
         for folder in (stale, fresh):
             folder.mkdir()
-        (stale / "lock").touch()
+        (stale / "socket").touch()
         foreign.symlink_to(tmp_path)
-        (tmp_path / "lock").touch()
+        (tmp_path / "socket").touch()
         with run_dir() as one, run_dir() as two:
             assert one != two
             assert one.exists()  # the second has not swept it
             assert stat.S_IMODE(one.stat().st_mode) == 0o700
             assert not stale.exists()
             assert fresh.exists()
-            assert (tmp_path / "lock").exists()
+            assert (tmp_path / "socket").exists()
         assert not one.exists()
     finally:
         shutil.rmtree(base)
