@@ -72,8 +72,7 @@ def _parser() -> Parser:
     add_bench(commands)
     verify = commands.add_parser("verify", help="check a model's logits", description=getdoc(_verify))
     add_model_argument(verify)
-    help = "tokens of the longest text (default: 192)"
-    verify.add_argument("--length", type=int, default=192, metavar="INT", help=help)
+    verify.add_argument("--length", type=int, default=192, help="tokens of the longest text (default: %(default)s)")
     verify.add_argument("--json", metavar="FILE", help="write the table to this file as well")
     add_options(verify, SchedulerConfig)
     quantize = commands.add_parser("quantize", help="write a checkpoint with fewer bits", description=getdoc(_quantize))
@@ -82,20 +81,17 @@ def _parser() -> Parser:
     quantize.add_argument("--scheme", choices=("fp8", "int8", "int4"), required=True, help="see above")
     replay = commands.add_parser("replay", help="run a recorded scheduler again", description=getdoc(_replay))
     replay.add_argument("file", metavar="FILE", help="what `minisgl serve --record FILE` has written")
-    replay.add_argument("--port", type=int, metavar="INT", help="then show each step in a browser (0: any port)")
-    help = "report what this machine can run, and the memory that a model needs; also called env"
-    doctor = commands.add_parser("doctor", aliases=["env"], help=help)
+    replay.add_argument("--port", type=int, help="then show each step in a browser (0: any port)")
+    doctor = commands.add_parser("doctor", aliases=["env"], help="report what this machine and a model need and allow")
     add_model_argument(doctor)
     add_options(doctor)
     return parser
 
 
 def _add_sampling(parser: argparse.ArgumentParser, default_temperature: float | None) -> None:
-    shown = "the model's" if default_temperature is None else f"{default_temperature:g}"
-    help = f"sampling temperature, 0 = greedy (default: {shown})"
-    parser.add_argument("--temperature", type=float, default=default_temperature, metavar="FLOAT", help=help)
-    help = "maximum length of an answer (default: the context)"
-    parser.add_argument("--max-tokens", type=int, metavar="INT", help=help)
+    help = "sampling temperature, 0 = greedy (default: the model's in a chat, else 0)"
+    parser.add_argument("--temperature", type=float, default=default_temperature, help=help)
+    parser.add_argument("--max-tokens", type=int, help="maximum length of an answer (default: the context)")
 
 
 def _serve(options: argparse.Namespace) -> int:

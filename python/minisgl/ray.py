@@ -66,11 +66,11 @@ Frames = list[tuple[bool, bytes]]  # (whether it is for the detokenizer instead 
 class Scale(Settings):
     """The options that decide how many replicas there are."""
 
-    min_replicas: int = option(1, "the least number of replicas", minimum=1)
-    max_replicas: int = option(1, "the largest number of replicas", minimum=1)
-    target_requests: float = option(64.0, "open requests per replica that autoscaling aims at", above=0)
-    upscale_delay: float = seconds(10.0, "seconds of higher load before replicas are added")
-    downscale_delay: float = seconds(300.0, "seconds of lower load before replicas are removed")
+    min_replicas: int = option(1, "minimum number of replicas", minimum=1)
+    max_replicas: int = option(1, "maximum number of replicas", minimum=1)
+    target_requests: float = option(64.0, "target number of open requests per replica", above=0)
+    upscale_delay: float = seconds(10.0, "upscale delay in seconds")
+    downscale_delay: float = seconds(300.0, "downscale delay in seconds")
 
 
 def app(options: Mapping[str, Any]) -> serve.Application:
@@ -441,7 +441,7 @@ class Host:
         if self._cause:
             raise RuntimeError(self._cause)
         if (silent := time.monotonic() - self._heard) > self._patience:
-            raise RuntimeError(f"no sign of life from the scheduler for {silent:.0f} s")
+            raise RuntimeError(f"no heartbeat from the scheduler for {silent:.0f} s")
 
     def open_requests(self) -> int:
         return self._stats.running + self._stats.waiting

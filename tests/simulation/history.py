@@ -490,7 +490,7 @@ class History:
                 died
                 or "shutting down" in error.message
                 or ("has waited" in error.message and self.args.scheduler.max_queue_time < 1)
-                or (bool(stopped_at) and "no sign of life" in error.message)
+                or (bool(stopped_at) and "no heartbeat" in error.message)
                 or self._may_lack_replicas(error.message)
             ),
         }

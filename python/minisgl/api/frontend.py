@@ -257,7 +257,7 @@ class FrontendManager:
         self.detokenizer_entries = 0
         self._dropped = 0  # messages that tokenizers and detokenizer have dropped
         self.failure = ""  # why requests can no longer be served
-        self.stalled = ""  # which process gives no sign of life
+        self.stalled = ""  # the process without heartbeats
         self.is_draining = False
         self.write_timeout = args.write_timeout
         self._args = args
@@ -295,7 +295,7 @@ class FrontendManager:
         if not silence:
             return "no replica is running"
         if min(silence) > self._args.heartbeat_timeout:
-            return f"no sign of life from the scheduler for {min(silence):.0f} s"
+            return f"no heartbeat from the scheduler for {min(silence):.0f} s"
         return self.stalled
 
     @contextlib.asynccontextmanager

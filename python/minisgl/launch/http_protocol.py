@@ -35,15 +35,16 @@ def connection_limit() -> int:
 
     Raises `ConfigError` if it allows none.
     """
-    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    limits = resource.getrlimit(resource.RLIMIT_NOFILE)
     wanted = MAX_CONNECTIONS + OTHER_FILES
-    best = wanted if hard == resource.RLIM_INFINITY else min(hard, wanted)
-    if soft != resource.RLIM_INFINITY and soft < best:
-        resource.setrlimit(resource.RLIMIT_NOFILE, (best, hard))
-        soft = best
-    if soft != resource.RLIM_INFINITY and soft <= OTHER_FILES:
-        raise ConfigError(f"only {soft} open files are allowed (ulimit -n), and a server needs more than {OTHER_FILES}")
-    return MAX_CONNECTIONS if soft == resource.RLIM_INFINITY else min(soft, wanted) - OTHER_FILES
+    soft, allowed = (wanted if n == resource.RLIM_INFINITY else min(n, wanted) for n in limits)
+    if soft < allowed:
+        resource.setrlimit(resource.RLIMIT_NOFILE, (allowed, limits[1]))
+    if allowed <= OTHER_FILES:
+        raise ConfigError(
+            f"only {allowed} open files are allowed (ulimit -n), and a server needs more than {OTHER_FILES}"
+        )
+    return allowed - OTHER_FILES
 
 
 class Connections:

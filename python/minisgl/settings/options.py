@@ -7,6 +7,7 @@ the user *asked for*. `engine/config.py: resolve` derives what one model and mac
 
 from __future__ import annotations
 
+import contextlib
 import ipaddress
 import json
 import re
@@ -102,9 +103,7 @@ class Option:
             return ",".join(self.words.get(part, part) for part in value.split(","))
         if not is_text or value in self.words:
             return value
-        if self.kind is int and (parts := re.fullmatch(r"(\d+(?:\.\d+)?)([kmgKMG])", value)):
-            return int(float(parts[1]) * MULTIPLES[parts[2]])
-        return parse_bool(value) if self.kind is bool else self.kind(value)
+        return {bool: parse_bool, int: parse_size}.get(self.kind, self.kind)(value)
 
     def check(self, value: Any, source: str) -> Any:
         """Return `value`, converted from int to float if the option is a float.
@@ -136,6 +135,12 @@ def _is_choice(value: Any, choice: str | int) -> bool:
     """Return whether `value` is `choice`; if the choice ends in ":PATH", whether it has that prefix and a path."""
     prefix = choice.removesuffix("PATH") if isinstance(choice, str) else ""
     return bool(value == choice or (prefix.endswith(":") and str(value).startswith(prefix) and value != prefix))
+
+
+def parse_size(text: str) -> int:
+    """Parse an integer, or a decimal number with a suffix such as 1.5k or 64G. Raises `ValueError` for other texts."""
+    parts = re.fullmatch(r"(\d+(?:\.\d+)?)([kmgKMG])", text)
+    return int(text) if parts is None else int(float(parts[1]) * MULTIPLES[parts[2]])
 
 
 def parse_bool(text: str) -> bool:
@@ -170,22 +175,21 @@ class EngineConfig(Settings):
     )
     dtype: str = option(
         "auto",
-        "number format of weights and KV cache; auto = on a GPU that of the checkpoint, on a CPU float32, or bfloat16 "
-        "for a large bfloat16 model that the C++ step can run",
+        "data type of weights and KV cache; auto = on a GPU the checkpoint's, on a CPU float32, or bfloat16 for a "
+        "large bfloat16 model that the C++ step can run",
         choices=("auto", "float32", "bfloat16", "float16"),
         words={"half": "float16", "float": "float32"},
     )
     quantization: str | None = option(
         None,
-        "quantize the weights of all projections at the start, to save memory and time: fp8, int8 or int4 on a GPU, "
-        "int8 or int4 on a CPU; default = keep them in --dtype, or as the checkpoint has them",
+        "quantize the weights of all linear layers when loading: fp8, int8 or int4 on a GPU, int8 or int4 on a CPU; "
+        "default = --dtype, or the checkpoint's quantization",
         aliases=("q",),
         choices=("int8", "fp8", "int4"),
     )
     kv_cache_dtype: str = option(
         "auto",
-        "number format of the KV cache: auto = --dtype; fp8 = 8 bits with a scale per token and head, which holds "
-        "almost twice the tokens",
+        "data type of the KV cache: auto = --dtype; fp8 = E4M3 with a scale per token and head, twice the tokens",
         choices=("auto", "fp8"),
         words={"fp8_e4m3": "fp8"},
     )
@@ -205,8 +209,8 @@ class EngineConfig(Settings):
     )
     context_tokens: int | None = option(
         None,
-        "length of the requests for which a model with sliding windows divides its memory between layers with and "
-        "without them; default = from the model",
+        "request length that splits the KV memory between sliding-window and full-attention layers; default = from the "
+        "model",
         minimum=1,
     )
     memory_ratio: float | None = option(
@@ -217,12 +221,13 @@ class EngineConfig(Settings):
         maximum=1,
     )
     host_kv: int = option(
-        0, "bytes of host memory for KV pages that are evicted from the GPU (64G), over all ranks; 0 = none", minimum=0
+        0,
+        "size in bytes of the host KV cache (64G), over all ranks, for pages evicted from the GPU; 0 = off",
+        minimum=0,
     )
     disk_kv: str | None = option(
         None,
-        "PATH:SIZE, a folder and its bytes (/var/cache/kv:200G) for KV pages that are evicted from memory; the next "
-        "server with the same model uses them again",
+        "PATH:SIZE of the disk KV cache (/var/cache/kv:200G), for pages evicted from memory; it outlives the server",
     )
     max_running_requests: int = option(
         256, "maximum number of requests that run at the same time", aliases=("max_num_seqs",), minimum=1
@@ -264,7 +269,7 @@ class EngineConfig(Settings):
     )
     num_draft_tokens: int = option(
         4,
-        "maximum drafts of a request in one step",
+        "maximum draft tokens of a request per step",
         aliases=("speculative_num_draft_tokens", "spec_tokens", "num_speculative_tokens"),
         minimum=1,
         maximum=MAX_DRAFTS,
@@ -278,13 +283,13 @@ class EngineConfig(Settings):
         aliases=("tp_size", "tensor_parallel_size"),
         minimum=1,
     )
-    disable_pynccl: bool = option(False, "let torch's process groups call NCCL instead of calling NCCL directly")
+    disable_pynccl: bool = option(False, "use NCCL through torch.distributed instead of calling it directly")
     nnodes: int = option(
-        1, "hosts among which the ranks are divided; start the same command on all, except for --node-rank", minimum=1
+        1, "number of nodes for multi-node inference; start the same command on all, except for --node-rank", minimum=1
     )
-    node_rank: int = option(0, "number of this host, from 0 on; host 0 serves", minimum=0)
+    node_rank: int = option(0, "rank of this node, from 0 on; node 0 serves", minimum=0)
     dist_init_addr: str = option(
-        "", "HOST:PORT on host 0 to which the other hosts connect; use a private network", aliases=("nccl_init_addr",)
+        "", "HOST:PORT on node 0 to which the other nodes connect; use a private network", aliases=("nccl_init_addr",)
     )
     chat_template: str | None = option(None, "chat template to use instead of the model's: a file, or the text itself")
     default_chat_template_kwargs: str | None = option(
@@ -296,10 +301,11 @@ class EngineConfig(Settings):
         """The folder and bytes of `--disk-kv`, or None. Raises `ConfigError` for an invalid value."""
         if self.disk_kv is None:
             return None
-        parts = re.fullmatch(r"(.+):(\d+(?:\.\d+)?)([kmgKMG]?)", str(self.disk_kv))
-        if parts is None:
-            raise ConfigError(f"--disk-kv {self.disk_kv} is not PATH:SIZE, such as /var/cache/kv:200G")
-        return Path(parts[1]).expanduser(), int(float(parts[2]) * MULTIPLES.get(parts[3], 1))
+        path, _, size = str(self.disk_kv).rpartition(":")
+        with contextlib.suppress(ValueError):
+            if path and (num_bytes := parse_size(size)) >= 0:
+                return Path(path).expanduser(), num_bytes
+        raise ConfigError(f"--disk-kv {self.disk_kv} is not PATH:SIZE, such as /var/cache/kv:200G")
 
     def load_chat_template(self) -> str | None:
         """Return the text of `--chat-template`, or None. Raises `ConfigError` for a file that cannot be read."""
@@ -310,15 +316,10 @@ class EngineConfig(Settings):
     @property
     def template_kwargs(self) -> dict[str, Any]:
         """The object of `--default-chat-template-kwargs`. Raises `ConfigError` if it is not a JSON object."""
-        try:
-            value = json.loads(self.default_chat_template_kwargs or "{}")
-        except ValueError:
-            value = None
-        if not isinstance(value, dict):
-            raise ConfigError(
-                f"--default-chat-template-kwargs {self.default_chat_template_kwargs} is not a JSON object"
-            )
-        return value
+        with contextlib.suppress(ValueError):
+            if isinstance(value := json.loads(self.default_chat_template_kwargs or "{}"), dict):
+                return value
+        raise ConfigError(f"--default-chat-template-kwargs {self.default_chat_template_kwargs} is not a JSON object")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -328,7 +329,7 @@ class SchedulerConfig(Settings):
     engine: EngineConfig = field(default_factory=EngineConfig)
     cache_type: str = option(
         "radix",
-        "prefix cache: radix = reuse the K/V of common prefixes, naive = none",
+        "prefix cache: radix = reuse the KV cache of common prefixes, naive = none",
         aliases=("cache",),
         choices=("radix", "naive"),
         switches={
@@ -338,42 +339,42 @@ class SchedulerConfig(Settings):
     )
     schedule_policy: str = option(
         "shortest",
-        "order of waiting requests: shortest = the shortest prompt first, with a bound on the wait of the others, then "
-        "by arrival; fcfs = in order of arrival; lpm = the longest cached prefix first",
+        "scheduling policy: shortest = shortest prompt first, with a bound on the wait of the others; fcfs = first "
+        "come, first served; lpm = longest prefix match",
         aliases=("scheduling_policy",),
         choices=("shortest", "fcfs", "lpm"),
     )
     max_prefill_length: int = option(
         8192,
-        "maximum tokens of one step; running requests come first, chunks of prompts get the rest",
+        "token budget of a step: running requests first, the rest for chunked prefill",
         aliases=("max_extend_length", "max_num_batched_tokens", "chunked_prefill_size"),
         minimum=1,
     )
     itl_target_ms: float | None = option(
         None,
-        "target in ms for the time between two tokens of a running stream; it limits the prompt tokens per step; "
-        "0 = no limit; default = 29, or twice the time of a decode step if that is longer",
+        "target for inter-token latency in ms; it limits the prompt tokens per step; 0 = no limit; default = 29, or "
+        "twice the time of a decode step if that is longer",
         minimum=0,
         maximum=1e9,
     )
     mixed_batches: bool = option(
         True,
-        "compute prompts and running requests in the same step; off = running requests wait for prompts",
+        "mix prefill chunks and decode in one step; off = decode waits for prefill",
         aliases=("enable_mixed_chunk",),
     )
     overlap: bool | None = option(
         None,
-        "plan the next step while the device computes; default = on for a GPU, off for a CPU",
+        "overlap scheduling: plan the next step while the device computes; default = on for a GPU, off for a CPU",
         aliases=("async_scheduling",),
         switches={"disable_overlap_schedule": {True: False, False: None}},
     )
-    max_queued_requests: int = option(2048, "maximum waiting requests; more are refused with status 429", minimum=0)
+    max_queued_requests: int = option(2048, "maximum queued requests; more are refused with status 429", minimum=0)
     max_queued_tokens: int = option(
         1 << 20,
-        "maximum prompt tokens that wait ahead of a new request; if there are more, it is refused with status 429",
+        "maximum queued prompt tokens; with more, a new request is refused with status 429",
         minimum=0,
     )
-    max_queue_time: float = seconds(300.0, "seconds that a request may wait before it is refused with status 503")
+    max_queue_time: float = seconds(300.0, "queue timeout in seconds; a request that waits longer gets status 503")
     view_texts: bool = option(
         False, "show the beginnings of cached prompts without a salt in the Engine view; for a server only you use"
     )
@@ -395,7 +396,7 @@ class ServerArgs(Settings):
     port: int = option(1919, "port to listen on; 0 = any free port", minimum=0, maximum=65535)
     dp: int = option(
         1,
-        "replicas of the model, each on --tp devices; a request goes to the one that has its prefix and a low load",
+        "data parallelism: replicas of the model, each on --tp devices, with prefix- and load-aware routing",
         aliases=("dp_size", "data_parallel_size"),
         minimum=1,
         maximum=64,
@@ -435,22 +436,20 @@ class ServerArgs(Settings):
     )
     open_metrics: bool = option(False, "serve /metrics without a key")
     auth: bool = option(True, "refuse to start without a key on an address that others can reach")
-    ready_timeout: float = seconds(600.0, "seconds that the processes may take to start")
+    ready_timeout: float = seconds(600.0, "startup timeout in seconds")
     drain_timeout: float = seconds(
-        30.0, "seconds that running requests may take to finish after SIGTERM", aliases=("shutdown_timeout",)
+        30.0, "graceful shutdown timeout in seconds, for running requests after SIGTERM", aliases=("shutdown_timeout",)
     )
-    write_timeout: float = seconds(30.0, "seconds after which a client that does not read is disconnected")
+    write_timeout: float = seconds(30.0, "write timeout in seconds; a client that does not read is disconnected")
     heartbeat_timeout: float = seconds(
-        60.0,
-        "seconds that a process may give no sign of life, or a step may take, before the server ends with an error",
-        aliases=("watchdog_timeout",),
+        60.0, "heartbeat timeout in seconds, also for one step; the server then exits", aliases=("watchdog_timeout",)
     )
     max_body: int = option(4 * 1024 * 1024, "maximum size of a request body in bytes", minimum=1024, maximum=2**30)
     max_choices: int = option(16, "maximum n, the number of choices per prompt", minimum=1, maximum=1024)
     unknown_fields: str = option(
         "accept",
-        "what to do with fields that no API defines: accept = ignore them, and list them in the header "
-        "x-ignored-fields; refuse = answer with status 400",
+        "request fields that no API defines: accept = ignore, and list them in the header x-ignored-fields; refuse = "
+        "status 400",
         choices=("accept", "refuse"),
     )
     stream_usage: bool = option(False, "end every stream with the usage, even if the client does not ask for it")
