@@ -202,7 +202,7 @@ class Api:
         self._processes = Processes()
         self._resources.callback(self._processes.stop)
         self._processes.start(*tokenizer_children(args, checked.folder, checked.limits, checked.template))
-        await _in_thread(self._processes.wait_ready, args.ready_timeout)
+        await asyncio.to_thread(self._processes.wait_ready, args.ready_timeout)
         self._facts: Facts = {}
         self._app = create_app(args, served_model(args, checked, self._facts, self._processes))
         self._links: dict[int, asyncio.Task[None]] = {}  # by the index of the replica
@@ -227,7 +227,7 @@ class Api:
             raise RuntimeError(problem)
 
     async def _watch(self) -> None:
-        name = await _in_thread(self._processes.wait_end)
+        name = await asyncio.to_thread(self._processes.wait_end)
         self._app.state.frontend.fail(f"the server failed: {self._processes.describe_end(name)}")
 
     async def _open_links(self) -> None:
@@ -288,10 +288,6 @@ async def _give(host: Any, inbox: ZmqAsyncPullQueue[bytes]) -> None:
     """Forward messages to the scheduler, in order, until its host ends."""
     while True:
         await host.give.remote(await inbox.get())
-
-
-async def _in_thread(function: Any, *args: Any) -> Any:
-    return await asyncio.get_running_loop().run_in_executor(None, function, *args)
 
 
 async def _end(*tasks: asyncio.Task[Any]) -> None:
@@ -390,14 +386,14 @@ class Host:
         self._backend: ZmqPushQueue[BackendMsg] = ZmqPushQueue(args.zmq_scheduler_addr, Codec(BackendMsg))
         self._processes = Processes()
         self._processes.start(*replica_children(args, run_scheduler, 0, args.life))
-        facts: Facts = await _in_thread(self._processes.wait_ready, args.ready_timeout)
+        facts = await asyncio.to_thread(self._processes.wait_ready, args.ready_timeout)
         if args.scheduler.engine.node_rank == 0:
             self._heard, self._patience = time.monotonic(), args.heartbeat_timeout
         self._tasks.append(asyncio.create_task(self._watch()))
         return facts
 
     async def _watch(self) -> None:
-        name = await _in_thread(self._processes.wait_end)
+        name = await asyncio.to_thread(self._processes.wait_end)
         self._cause = self._processes.describe_end(name)
         logger.error("%s", self._cause)
         self._news.set()

@@ -171,7 +171,7 @@ class Supervisor:
             name, seconds = max(watched.items(), key=lambda item: item[1])
             if seconds > self._args.heartbeat_timeout and not self._uvicorn.should_exit:
                 logger.error("%s hangs for %.0f s (--heartbeat-timeout); it is killed", name, seconds)
-                await asyncio.get_running_loop().run_in_executor(None, self._processes.give_up, name)
+                await asyncio.to_thread(self._processes.give_up, name)
                 if self._replica_of(name) is None:
                     return
 
@@ -192,11 +192,10 @@ class Supervisor:
         logger.info("replica %d has ended", index)
 
     async def _end_replica(self, replica: _Replica, seconds: float) -> None:
-        loop = asyncio.get_running_loop()
         sentinels = self._processes.sentinels
         for name in sentinels.keys() & replica.names:
-            loop.remove_reader(sentinels[name])  # its end is no news
-        await loop.run_in_executor(None, self._processes.end, replica.names, seconds)
+            asyncio.get_running_loop().remove_reader(sentinels[name])  # its end is no news
+        await asyncio.to_thread(self._processes.end, replica.names, seconds)
 
     async def _start(self, index: int) -> bool:
         """Start another life of replica number `index`. Return whether it is ready, and then gets requests."""

@@ -100,7 +100,7 @@ class Option:
         if self.form is dict and isinstance(value, dict):
             return json.dumps(value)
         if isinstance(value, str) and "," in value:
-            return ",".join(self.words.get(part, part) for part in value.split(","))
+            return ",".join(str(self.words.get(part, part)) for part in value.split(","))
         if not is_text or value in self.words:
             return value
         return {bool: parse_bool, int: parse_size}.get(self.kind, self.kind)(value)

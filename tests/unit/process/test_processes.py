@@ -7,12 +7,44 @@ import shutil
 import signal
 import stat
 import tempfile
+import time
 from pathlib import Path
 
 import pytest
 
+from minisgl.errors import ConfigError
 from minisgl.process import processes
-from minisgl.process.processes import _blocked_interrupt, held_interrupt, run_dir
+from minisgl.process.processes import Child, Processes, Ready, _blocked_interrupt, held_interrupt, run_dir
+from support.processes import PATIENCE_S, eventually
+
+AT_IMPORT = os.environ.get("OF_A_CHILD", "")
+
+
+def report(answer: str, ready: Ready) -> None:
+    if not answer:
+        raise ConfigError("no answer is given")
+    ready({answer: AT_IMPORT})
+    time.sleep(PATIENCE_S)
+
+
+def test_children_report_what_they_import_with_their_environment_and_send_heartbeats() -> None:
+    running = Processes()
+    assert running.wait_ready(0.0) == {}, "nothing to wait for"
+    try:
+        running.start(*(Child(name, report, (name,), {"OF_A_CHILD": name * 2}) for name in ("a", "b")))
+        assert running.wait_ready(PATIENCE_S) == {"a": "aa", "b": "bb"}
+        before = running.silence()
+        assert eventually(lambda: all(running.silence()[name] < before[name] for name in before))
+        os.kill(running.pids["b"], signal.SIGKILL)
+        assert running.wait_end() == "b"
+        assert running.describe_end("b") == "b was killed by signal 9 (SIGKILL)"
+        running.end(["b"], 0.0)
+        running.start(Child("b", report, ("",), {}))
+        with pytest.raises(ConfigError, match="no answer is given"):
+            running.wait_ready(PATIENCE_S)
+    finally:
+        running.stop()
+    assert not running.pids
 
 
 def test_ctrl_c_during_a_spawn_is_raised_afterwards() -> None:
