@@ -41,8 +41,8 @@ from minisgl.settings.sources import (
     args_from_options,
     as_typed,
     engine_options,
+    given_options,
     server_options,
-    take_options,
 )
 
 
@@ -97,7 +97,7 @@ def _add_sampling(parser: argparse.ArgumentParser, default_temperature: float | 
 def _serve(options: argparse.Namespace) -> int:
     from minisgl.launch.launch import launch_server
 
-    args = args_from_options(take_options(options))
+    args = args_from_options(given_options(options))
     if options.shell:
         from minisgl.chat.shell import chat_with_own_server
 
@@ -111,7 +111,7 @@ def _chat(options: argparse.Namespace) -> int:
 
     chosen = {"temperature": options.temperature, "max_tokens": options.max_tokens}
     sampling = {name: value for name, value in chosen.items() if value is not None}
-    given = take_options(options)
+    given = given_options(options)
     if options.url is not None:
         if extra := given.keys() - {"api_key"}:
             raise ConfigError(
@@ -131,7 +131,7 @@ def _chat(options: argparse.Namespace) -> int:
 
 def _engine_options(options: argparse.Namespace) -> dict[str, Any]:
     """Return the engine's options. Raises `ConfigError` before torch is imported if they do not fit this machine."""
-    given = engine_options(take_options(options))
+    given = engine_options(given_options(options))
     from minisgl.engine.fit import check_fit
 
     check_fit(build_config(SchedulerConfig, given).engine)
@@ -210,7 +210,7 @@ def _replay(options: argparse.Namespace) -> int:
 def _doctor(options: argparse.Namespace) -> int:
     from minisgl.launch.doctor import examine
 
-    return examine(args_from_options(take_options(options)))
+    return examine(args_from_options(given_options(options)))
 
 
 COMMANDS = {

@@ -150,15 +150,15 @@ class Members(RequestRouter):  # type: ignore[misc]
     """Gives each link its own replica, and informs the link when Ray takes that replica out of service."""
 
     def initialize_state(self) -> None:
-        self._linked: dict[ReplicaID, Ticket] = {}
+        self._linked: dict[ReplicaID, LinkHandle] = {}
 
     async def choose_replicas(
         self, candidate_replicas: list[RunningReplica], pending_request: PendingRequest | None = None
     ) -> list[list[RunningReplica]]:
         if pending_request is not None:
             pending_request.routing_context.should_backoff = True  # or Ray would ask again without a pause
-        taken = {replica_id for replica_id, ticket in self._linked.items() if not ticket.has_failed}
-        return [[r for r in candidate_replicas if r.replica_id not in taken]]
+        linked = {replica_id for replica_id, handle in self._linked.items() if not handle.has_failed}
+        return [[r for r in candidate_replicas if r.replica_id not in linked]]
 
     def on_request_routed(self, pending_request: PendingRequest, replica_id: ReplicaID, result: Any) -> None:
         self._linked[replica_id] = pending_request.args[0]
@@ -169,7 +169,7 @@ class Members(RequestRouter):  # type: ignore[misc]
             self._linked.pop(replica_id).leave()
 
 
-class Ticket:
+class LinkHandle:
     """Identifies a link to `Members`, in the same process. A replica receives None instead."""
 
     def __init__(self) -> None:
@@ -233,20 +233,22 @@ class Api:
     async def _open_links(self) -> None:
         """Link all replicas, and each new one."""
         while True:
-            ticket = Ticket()
-            call = self._replicas.link.remote(ticket)
+            handle = LinkHandle()
+            call = self._replicas.link.remote(handle)
             try:
                 host, life, facts = await anext(call)
             except Exception as e:  # the replica has just died
                 logger.warning("a replica could not be linked: %s", e)
-                ticket.has_failed = True
+                handle.has_failed = True
                 await asyncio.sleep(RETRY_S)
                 continue
             self._facts.update(facts)
             index = next(i for i in itertools.count() if i not in self._links)
-            self._links[index] = asyncio.create_task(self._keep(index, ticket, call, host, life))
+            self._links[index] = asyncio.create_task(self._keep(index, handle, call, host, life))
 
-    async def _keep(self, index: int, ticket: Ticket, call: DeploymentResponseGenerator, host: Any, life: int) -> None:
+    async def _keep(
+        self, index: int, handle: LinkHandle, call: DeploymentResponseGenerator, host: Any, life: int
+    ) -> None:
         """Carry messages to and from a replica until its life is over."""
         dispatcher: Dispatcher = self._app.state.frontend.dispatcher
         inbox: ZmqAsyncPullQueue[bytes] = ZmqAsyncPullQueue(
@@ -256,7 +258,7 @@ class Api:
         dispatcher.open(life, index)
         carrying = asyncio.create_task(self._carry(host, inbox))
         try:
-            if await dispatcher.serve(life, carrying, ticket.leaving, self._args.drain_timeout):
+            if await dispatcher.serve(life, carrying, handle.leaving, self._args.drain_timeout):
                 logger.error("replica %d is lost; other replicas take over its requests", index)
         finally:
             await _end(carrying)
@@ -268,14 +270,14 @@ class Api:
     async def _carry(self, host: Any, inbox: ZmqAsyncPullQueue[bytes]) -> None:
         """Forward messages from and to the scheduler. Raises when it or its host has ended."""
         async with asyncio.TaskGroup() as group:
-            group.create_task(self._take(host))
-            group.create_task(_give(host, inbox))
+            group.create_task(self._receive(host))
+            group.create_task(_send(host, inbox))
 
-    async def _take(self, host: Any) -> None:
+    async def _receive(self, host: Any) -> None:
         addrs = self._args.zmq_frontend_addr, self._args.zmq_detokenizer_addr
         queues: list[ZmqPushQueue[bytes]] = [ZmqPushQueue(addr, FrameCodec()) for addr in addrs]
         try:
-            async for item in host.take.remote():
+            async for item in host.receive.remote():
                 for is_tokens, frame in await item:
                     queues[is_tokens].put([frame])
             raise ConnectionError("the scheduler has ended")
@@ -284,10 +286,10 @@ class Api:
                 queue.close()
 
 
-async def _give(host: Any, inbox: ZmqAsyncPullQueue[bytes]) -> None:
+async def _send(host: Any, inbox: ZmqAsyncPullQueue[bytes]) -> None:
     """Forward messages to the scheduler, in order, until its host ends."""
     while True:
-        await host.give.remote(await inbox.get())
+        await host.send.remote(await inbox.get())
 
 
 async def _end(*tasks: asyncio.Task[Any]) -> None:
@@ -333,7 +335,7 @@ class Replica:
             starts.append(host.start.remote(replace(args, life=self._life, scheduler=scheduler)))
         self._facts = (await asyncio.gather(*starts))[0]
 
-    async def link(self, ticket: None) -> AsyncIterator[tuple[Any, int, Facts]]:
+    async def link(self, handle: None) -> AsyncIterator[tuple[Any, int, Facts]]:
         """Yield (host of rank 0, life, facts) to the API process; the replica is in use until the call ends."""
         self._over.set()  # end the link of the previous API process
         over = self._over = asyncio.Event()
@@ -410,7 +412,7 @@ class Host:
             self._frames += [(is_tokens, frame) for frame in frames]
             self._news.set()
 
-    async def take(self) -> AsyncIterator[Frames]:
+    async def receive(self) -> AsyncIterator[Frames]:
         """Yield what the scheduler sends, until a rank ends or another API process calls this."""
         self._turn += 1
         if (turn := self._turn) > 1:
@@ -425,7 +427,7 @@ class Host:
             frames, self._frames = self._frames, []
             yield frames
 
-    async def give(self, frames: list[bytes]) -> None:
+    async def send(self, frames: list[bytes]) -> None:
         """Send frames to the scheduler."""
         for frame in frames:
             messages = self._codec.decode(frame)

@@ -83,7 +83,7 @@ class _Queue(Generic[M]):
             logger.error("skipped a frame of %d bytes on %s: %s", len(frame), self._addr, e)
             return []
 
-    def _take_ready(self, socket: zmq.Socket[bytes]) -> list[M]:
+    def _receive_ready(self, socket: zmq.Socket[bytes]) -> list[M]:
         messages: list[M] = []
         for _ in range(MAX_FRAMES):
             try:
@@ -121,7 +121,7 @@ class ZmqPullQueue(_Queue[M]):
         """
         if timeout != 0 and not self._socket.poll(None if timeout is None else max(0, int(timeout * 1000))):
             return []
-        return self._take_ready(self._socket)
+        return self._receive_ready(self._socket)
 
 
 class ZmqAsyncPullQueue(_Queue[M]):
@@ -137,4 +137,4 @@ class ZmqAsyncPullQueue(_Queue[M]):
     async def get(self) -> list[M]:
         """Wait for a frame, then return all messages that have arrived, in order; none if the frame was invalid."""
         first = await self._async.recv()
-        return self._decode(first) + self._take_ready(self._sync)
+        return self._decode(first) + self._receive_ready(self._sync)

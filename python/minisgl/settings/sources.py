@@ -66,7 +66,7 @@ class _HelpAll(argparse.Action):
 
     def __call__(self, parser: argparse.ArgumentParser, *_: Any) -> None:
         for action in parser._actions:
-            if isinstance(action, _Take):
+            if isinstance(action, _SetOption):
                 action.help = action.full_help
         parser.print_help()
         parser.exit()
@@ -107,7 +107,7 @@ def _words(flag: str) -> str:
     return flag.replace("-", "_")
 
 
-class _Take(argparse.Action):
+class _SetOption(argparse.Action):
     """Converts the value of a flag as other sources' values, and stores it under the option's main name."""
 
     def __init__(self, cls: type, **options: Any) -> None:
@@ -151,12 +151,12 @@ def add_options(parser: argparse.ArgumentParser, cls: type = ServerArgs) -> None
             groups[owner] = parser.add_argument_group((owner.__doc__ or "").partition("\n")[0].rstrip(".:"))
         shown = [name for name in (option.name, *option.aliases) if spellings_of(cls)[name] is option]
         named |= {*shown}
-        groups[owner].add_argument(*_flags(*shown), action=_Take, cls=cls, help=_help(option), **_shape(option))
+        groups[owner].add_argument(*_flags(*shown), action=_SetOption, cls=cls, help=_help(option), **_shape(option))
     switches = {name: option.kind is bool for name, option in spellings_of(cls).items()}
     switches |= {name: accepted == ["true"] for name, accepted in foreign().redundant.items()}
     for name in switches.keys() - named:
         nargs = 0 if switches[name] else None
-        parser.add_argument(*_flags(name), action=_Take, cls=cls, nargs=nargs, help=argparse.SUPPRESS)
+        parser.add_argument(*_flags(name), action=_SetOption, cls=cls, nargs=nargs, help=argparse.SUPPRESS)
 
 
 def _flags(*names: str) -> list[str]:
@@ -187,7 +187,7 @@ def add_model_argument(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("positional_model", nargs="?", metavar="MODEL", help=help)
 
 
-def take_options(namespace: argparse.Namespace) -> dict[str, Any]:
+def given_options(namespace: argparse.Namespace) -> dict[str, Any]:
     """Return the options among the values of a parsed command line, and `config`."""
     given = vars(namespace)
     options = {name: value for name, value in given.items() if name in options_of(ServerArgs) or name == "config"}
@@ -208,7 +208,7 @@ def parse_args(argv: list[str] | None = None, prog: str = "minisgl serve") -> Se
     parser = Parser(prog=prog, description="Serve a language model over HTTP (OpenAI's API).")
     add_model_argument(parser)
     add_options(parser)
-    return args_from_options(take_options(parser.parse_args(argv)))
+    return args_from_options(given_options(parser.parse_args(argv)))
 
 
 def args_from_options(given: dict[str, Any]) -> ServerArgs:
