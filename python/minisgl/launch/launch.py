@@ -204,7 +204,8 @@ def bind_socket(args: ServerArgs) -> socket.socket:
     except OSError as e:
         raise ConfigError(f"--host {host} is not an address of this machine ({e.strerror})") from e
     try:
-        sock = socket.create_server(address, family=family, dualstack_ipv6=family == socket.AF_INET6)
+        is_dual = family == socket.AF_INET6 and socket.has_dualstack_ipv6()  # :: serves IPv4, too
+        sock = socket.create_server(address, family=family, dualstack_ipv6=is_dual)
     except OSError as e:
         raise ConfigError(
             f"cannot listen on {host} port {port}: {os.strerror(e.errno or 0)}; give another --port (0 = any free one)"

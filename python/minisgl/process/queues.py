@@ -20,45 +20,29 @@ logger = logging.getLogger(__name__)
 M = TypeVar("M")
 LINGER_MS: Final = 1000
 RECONNECT_MS: Final = 5  # the default of 100 would delay a request sent just before the receiver has bound
-INTEGER: Final = 1  # the code of msgpack's extension for a large integer
 MAX_FRAMES: Final = 4096  # taken by one `get`, so that a flood cannot hold the reader forever
 
 
 class Codec(Generic[M]):
     """Encodes lists of messages of one channel as msgpack. `union` is the union of the channel's message types.
 
-    Clients' JSON may have integers that msgpack lacks; an extension has their digits.
+    Clients' JSON may have integers of more than 64 bits, which msgpack lacks: such a list is encoded as JSON.
     """
 
     def __init__(self, union: Any) -> None:
         self._encoder = msgspec.msgpack.Encoder()
-        self._decoder: msgspec.msgpack.Decoder[list[M]] = msgspec.msgpack.Decoder(list[union], ext_hook=_integer)
+        self._decoder: msgspec.msgpack.Decoder[list[M]] = msgspec.msgpack.Decoder(list[union])
+        self._json: msgspec.json.Decoder[list[M]] = msgspec.json.Decoder(list[union])
 
     def encode(self, messages: Sequence[M]) -> bytes:
         try:
             return self._encoder.encode(messages)
         except OverflowError:
-            return self._encoder.encode(_packed(msgspec.to_builtins(messages, builtin_types=(bytes,))))
+            return msgspec.json.encode(messages)
 
     def decode(self, frame: bytes | memoryview) -> list[M]:
         """Decode a frame. Raises `msgspec.MsgspecError` unless it is a list of this channel's messages."""
-        return self._decoder.decode(frame)
-
-
-def _packed(value: Any) -> Any:
-    """Return `value` with integers of more than 64 bits as extensions."""
-    if isinstance(value, dict):
-        return {k: _packed(v) for k, v in value.items()}
-    if isinstance(value, list | tuple):
-        return [_packed(v) for v in value]
-    is_large = type(value) is int and not -(2**63) <= value < 2**64
-    return msgspec.msgpack.Ext(INTEGER, str(value).encode()) if is_large else value
-
-
-def _integer(code: int, digits: memoryview) -> int:
-    if code != INTEGER:
-        raise ValueError(f"unknown extension {code}")
-    return int(bytes(digits))
+        return (self._json if frame[:1] == b"[" else self._decoder).decode(frame)
 
 
 class _Queue(Generic[M]):
