@@ -22,7 +22,7 @@ from minisgl.bench.report import format_table, spread_percent, write_json
 from minisgl.bench.shapes import shape_options
 from minisgl.bench.workloads import OfflineArgs
 from minisgl.errors import ConfigError
-from minisgl.settings.sources import engine_options, take_options
+from minisgl.settings.sources import engine_options, given_options
 
 # Name -> the option, and its values with and without.
 ABLATIONS: dict[str, tuple[str, Any, Any]] = {
@@ -77,7 +77,7 @@ def main() -> int:
     add_offline(parser)
     options = parser.parse_args()
     args = bench_args(OfflineArgs, options)
-    with shape_options(args.shape, engine_options(take_options(options))) as given:
+    with shape_options(args.shape, engine_options(given_options(options))) as given:
         pairs, skipped = ablate(args, given)
     print(table(pairs))
     for name, why in skipped.items():

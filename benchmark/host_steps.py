@@ -28,7 +28,7 @@ from minisgl.bench.traffic import Request
 from minisgl.bench.workloads import OfflineArgs, Workload
 from minisgl.core import BatchPlan
 from minisgl.layout import Flag
-from minisgl.settings.sources import engine_options, take_options
+from minisgl.settings.sources import engine_options, given_options
 
 if TYPE_CHECKING:
     from minisgl.scheduler.scheduler import Scheduler
@@ -130,7 +130,7 @@ def main(argv: list[str] | None = None) -> None:
     options = parser.parse_args(argv)
     args = bench_args(OfflineArgs, options)
     results = {}
-    with shape_options(args.shape, engine_options(take_options(options))) as given:
+    with shape_options(args.shape, engine_options(given_options(options))) as given:
         llm, workloads = start_engine(args, given)
         for workload in workloads:
             generate(llm, workload.warm_up(llm.scheduler.engine.limits.vocab_size), args.temperature)

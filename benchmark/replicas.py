@@ -46,7 +46,7 @@ from minisgl.bench.workloads import OfflineArgs, make_workloads
 from minisgl.chat.client import ChatClient
 from minisgl.device.machine import choose_device
 from minisgl.errors import MinisglError
-from minisgl.settings.sources import add_model_argument, add_options, server_options, take_options
+from minisgl.settings.sources import add_model_argument, add_options, given_options, server_options
 
 PARTS: Final = ("throughput", "prefixes", "death")
 VOCAB: Final = 4096  # every model has these ids
@@ -318,7 +318,7 @@ def main(argv: Sequence[str] | None = None) -> None:
         parser.error(f"--what {', '.join(sorted(unknown))}: choose from {', '.join(PARTS)}")
     report = Report()
     try:
-        given = server_options(take_options(args))
+        given = server_options(given_options(args))
         device = choose_device(given.get("device", "auto"))
         wanted = {f.name: getattr(args, f.name, None) for f in fields(Sizes)} | {"num_pages": given.get("num_pages")}
         sizes = Sizes(**vars(SIZES[device]) | {name: value for name, value in wanted.items() if value is not None})

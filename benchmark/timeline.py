@@ -26,7 +26,7 @@ from minisgl.bench.shapes import shape_options
 from minisgl.bench.workloads import OfflineArgs, Workload
 from minisgl.core import BatchPlan
 from minisgl.llm.llm import LLM
-from minisgl.settings.sources import engine_options, take_options
+from minisgl.settings.sources import engine_options, given_options
 
 STEPS = 4
 TOP_KERNELS = 9  # kernels with a colour and a name of their own
@@ -121,7 +121,7 @@ def main(argv: list[str] | None = None) -> None:
     check_writable(options.file, "FILE")
     path = Path(options.file).expanduser()
     args = bench_args(OfflineArgs, options)
-    with shape_options(args.shape, engine_options(take_options(options))) as given:
+    with shape_options(args.shape, engine_options(given_options(options))) as given:
         llm, workloads = start_engine(args, given)
         generate(llm, workloads[0].warm_up(llm.scheduler.engine.limits.vocab_size), args.temperature)
         record(llm, truncated(workloads[0], SLACK), path)

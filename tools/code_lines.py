@@ -24,7 +24,7 @@ HEAD = "| room | what lives there | may import | code lines | files |\n|---|---|
 # Imports inside functions that break the order on purpose: (file, room). The scheduler is a spawn target, `minisgl
 # doctor` looks at everything.
 LAZY_IMPORTS = {
-    ("launch/targets.py", "scheduler"),
+    ("launch/children.py", "scheduler"),
     ("launch/doctor.py", "attention"),
     ("launch/doctor.py", "native"),
     ("launch/doctor.py", "ops"),

@@ -52,9 +52,9 @@ def works() -> list[str]:
     """Return the table of flags that work under another name than ours."""
     ours = defaultdict(list)
     for name in dict.fromkeys(flag for names in flags().values() for flag in names):
-        spelling = spellings_of(ServerArgs).get(name.lstrip("-").replace("-", "_"))
-        if spelling is not None and name != spelling.option.flags[0]:
-            ours[spelling.option.flags[0]].append(f"`{name}`")
+        option = spellings_of(ServerArgs).get(name.lstrip("-").replace("-", "_"))
+        if option is not None and name != option.flags[0]:
+            ours[option.flags[0]].append(f"`{name}`")
     return [
         "| their flag | ours |",
         "|---|---|",

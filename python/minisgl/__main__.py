@@ -41,8 +41,8 @@ from minisgl.settings.sources import (
     args_from_options,
     as_typed,
     engine_options,
+    given_options,
     server_options,
-    take_options,
 )
 
 
@@ -72,8 +72,7 @@ def _parser() -> Parser:
     add_bench(commands)
     verify = commands.add_parser("verify", help="check a model's logits", description=getdoc(_verify))
     add_model_argument(verify)
-    help = "tokens of the longest text (default: 192)"
-    verify.add_argument("--length", type=int, default=192, metavar="INT", help=help)
+    verify.add_argument("--length", type=int, default=192, help="tokens of the longest text (default: %(default)s)")
     verify.add_argument("--json", metavar="FILE", help="write the table to this file as well")
     add_options(verify, SchedulerConfig)
     quantize = commands.add_parser("quantize", help="write a checkpoint with fewer bits", description=getdoc(_quantize))
@@ -82,26 +81,23 @@ def _parser() -> Parser:
     quantize.add_argument("--scheme", choices=("fp8", "int8", "int4"), required=True, help="see above")
     replay = commands.add_parser("replay", help="run a recorded scheduler again", description=getdoc(_replay))
     replay.add_argument("file", metavar="FILE", help="what `minisgl serve --record FILE` has written")
-    replay.add_argument("--port", type=int, metavar="INT", help="then show each step in a browser (0: any port)")
-    help = "report what this machine can run, and the memory that a model needs; also called env"
-    doctor = commands.add_parser("doctor", aliases=["env"], help=help)
+    replay.add_argument("--port", type=int, help="then show each step in a browser (0: any port)")
+    doctor = commands.add_parser("doctor", aliases=["env"], help="report what this machine and a model need and allow")
     add_model_argument(doctor)
     add_options(doctor)
     return parser
 
 
 def _add_sampling(parser: argparse.ArgumentParser, default_temperature: float | None) -> None:
-    shown = "the model's" if default_temperature is None else f"{default_temperature:g}"
-    help = f"sampling temperature, 0 = greedy (default: {shown})"
-    parser.add_argument("--temperature", type=float, default=default_temperature, metavar="FLOAT", help=help)
-    help = "maximum length of an answer (default: the context)"
-    parser.add_argument("--max-tokens", type=int, metavar="INT", help=help)
+    help = "sampling temperature, 0 = greedy (default: the model's in a chat, else 0)"
+    parser.add_argument("--temperature", type=float, default=default_temperature, help=help)
+    parser.add_argument("--max-tokens", type=int, help="maximum length of an answer (default: the context)")
 
 
 def _serve(options: argparse.Namespace) -> int:
     from minisgl.launch.launch import launch_server
 
-    args = args_from_options(take_options(options))
+    args = args_from_options(given_options(options))
     if options.shell:
         from minisgl.chat.shell import chat_with_own_server
 
@@ -115,7 +111,7 @@ def _chat(options: argparse.Namespace) -> int:
 
     chosen = {"temperature": options.temperature, "max_tokens": options.max_tokens}
     sampling = {name: value for name, value in chosen.items() if value is not None}
-    given = take_options(options)
+    given = given_options(options)
     if options.url is not None:
         if extra := given.keys() - {"api_key"}:
             raise ConfigError(
@@ -135,7 +131,7 @@ def _chat(options: argparse.Namespace) -> int:
 
 def _engine_options(options: argparse.Namespace) -> dict[str, Any]:
     """Return the engine's options. Raises `ConfigError` before torch is imported if they do not fit this machine."""
-    given = engine_options(take_options(options))
+    given = engine_options(given_options(options))
     from minisgl.engine.fit import check_fit
 
     check_fit(build_config(SchedulerConfig, given).engine)
@@ -214,7 +210,7 @@ def _replay(options: argparse.Namespace) -> int:
 def _doctor(options: argparse.Namespace) -> int:
     from minisgl.launch.doctor import examine
 
-    return examine(args_from_options(take_options(options)))
+    return examine(args_from_options(given_options(options)))
 
 
 COMMANDS = {

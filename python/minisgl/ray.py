@@ -32,8 +32,8 @@ from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 from minisgl.api.app import create_app
 from minisgl.api.dispatch import Dispatcher
 from minisgl.errors import ConfigError
-from minisgl.launch.launch import check_model, replica_children, served_model, tokenizer_children
-from minisgl.launch.targets import run_scheduler
+from minisgl.launch.children import replica_children, run_scheduler, tokenizer_children
+from minisgl.launch.launch import check_model, served_model
 from minisgl.message import (
     AbortMsg,
     BackendMsg,
@@ -46,7 +46,7 @@ from minisgl.message import (
 )
 from minisgl.process.log import configure_logging
 from minisgl.process.processes import Facts, Processes, run_dir
-from minisgl.process.queues import Codec, ZmqAsyncPullQueue, ZmqAsyncPushQueue
+from minisgl.process.queues import Codec, ZmqAsyncPullQueue, ZmqPushQueue
 from minisgl.settings.options import ServerArgs, Settings, build_config, named_values, option, options_of, seconds
 from minisgl.settings.sources import server_options
 
@@ -66,11 +66,11 @@ Frames = list[tuple[bool, bytes]]  # (whether it is for the detokenizer instead 
 class Scale(Settings):
     """The options that decide how many replicas there are."""
 
-    min_replicas: int = option(1, "the least number of replicas", minimum=1)
-    max_replicas: int = option(1, "the largest number of replicas", minimum=1)
-    target_requests: float = option(64.0, "open requests per replica that autoscaling aims at", above=0)
-    upscale_delay: float = seconds(10.0, "seconds of higher load before replicas are added")
-    downscale_delay: float = seconds(300.0, "seconds of lower load before replicas are removed")
+    min_replicas: int = option(1, "minimum number of replicas", minimum=1)
+    max_replicas: int = option(1, "maximum number of replicas", minimum=1)
+    target_requests: float = option(64.0, "target number of open requests per replica", above=0)
+    upscale_delay: float = seconds(10.0, "upscale delay in seconds")
+    downscale_delay: float = seconds(300.0, "downscale delay in seconds")
 
 
 def app(options: Mapping[str, Any]) -> serve.Application:
@@ -137,7 +137,7 @@ def _values(options: Mapping[str, Any], names: set[str], cls: type) -> dict[str,
     """Return the values of the options `names` by our names. They are strings from a command line, typed from YAML."""
     given = {name: options[name] for name in names if options[name] is not None}
     texts = {name: ",".join(map(str, v)) if isinstance(v, list) else str(v) for name, v in given.items()}
-    return named_values([(name, text, "", f"{name}=") for name, text in texts.items()], cls, is_text=True)
+    return named_values([(name, text, f"{name}=") for name, text in texts.items()], cls, is_text=True)
 
 
 def wanted_replicas(context: AutoscalingContext) -> tuple[int, dict[str, Any]]:
@@ -150,15 +150,15 @@ class Members(RequestRouter):  # type: ignore[misc]
     """Gives each link its own replica, and informs the link when Ray takes that replica out of service."""
 
     def initialize_state(self) -> None:
-        self._linked: dict[ReplicaID, Ticket] = {}
+        self._linked: dict[ReplicaID, LinkHandle] = {}
 
     async def choose_replicas(
         self, candidate_replicas: list[RunningReplica], pending_request: PendingRequest | None = None
     ) -> list[list[RunningReplica]]:
         if pending_request is not None:
             pending_request.routing_context.should_backoff = True  # or Ray would ask again without a pause
-        taken = {replica_id for replica_id, ticket in self._linked.items() if not ticket.has_failed}
-        return [[r for r in candidate_replicas if r.replica_id not in taken]]
+        linked = {replica_id for replica_id, handle in self._linked.items() if not handle.has_failed}
+        return [[r for r in candidate_replicas if r.replica_id not in linked]]
 
     def on_request_routed(self, pending_request: PendingRequest, replica_id: ReplicaID, result: Any) -> None:
         self._linked[replica_id] = pending_request.args[0]
@@ -169,17 +169,17 @@ class Members(RequestRouter):  # type: ignore[misc]
             self._linked.pop(replica_id).leave()
 
 
-class Ticket:
+class LinkHandle:
     """Identifies a link to `Members`, in the same process. A replica receives None instead."""
 
     def __init__(self) -> None:
         self._loop = asyncio.get_running_loop()
-        self.leaving = asyncio.Event()
+        self.leaving: asyncio.Future[None] = self._loop.create_future()
         self.has_failed = False
 
     def leave(self) -> None:
         """Set `leaving`. Callable from any thread."""
-        self._loop.call_soon_threadsafe(self.leaving.set)
+        self._loop.call_soon_threadsafe(self.leaving.set_result, None)
 
     def __reduce__(self) -> tuple[Any, ...]:
         return type(None), ()
@@ -199,10 +199,10 @@ class Api:
         args = self._args = replace(args, run_dir=str(folder), life=random.getrandbits(LIFE_BITS))
         self._replicas = replicas.options(stream=True)
         checked = check_model(args)
-        self._processes = Processes(tokenizer_children(args, checked))
+        self._processes = Processes()
         self._resources.callback(self._processes.stop)
-        self._processes.spawn()
-        await _in_thread(self._processes.wait_ready, args.ready_timeout)
+        self._processes.start(*tokenizer_children(args, checked.folder, checked.limits, checked.template))
+        await asyncio.to_thread(self._processes.wait_ready, args.ready_timeout)
         self._facts: Facts = {}
         self._app = create_app(args, served_model(args, checked, self._facts, self._processes))
         self._links: dict[int, asyncio.Task[None]] = {}  # by the index of the replica
@@ -227,73 +227,69 @@ class Api:
             raise RuntimeError(problem)
 
     async def _watch(self) -> None:
-        name = await _in_thread(self._processes.wait_end)
+        name = await asyncio.to_thread(self._processes.wait_end)
         self._app.state.frontend.fail(f"the server failed: {self._processes.describe_end(name)}")
 
     async def _open_links(self) -> None:
         """Link all replicas, and each new one."""
         while True:
-            ticket = Ticket()
-            call = self._replicas.link.remote(ticket)
+            handle = LinkHandle()
+            call = self._replicas.link.remote(handle)
             try:
                 host, life, facts = await anext(call)
             except Exception as e:  # the replica has just died
                 logger.warning("a replica could not be linked: %s", e)
-                ticket.has_failed = True
+                handle.has_failed = True
                 await asyncio.sleep(RETRY_S)
                 continue
             self._facts.update(facts)
             index = next(i for i in itertools.count() if i not in self._links)
-            self._links[index] = asyncio.create_task(self._keep(index, ticket, call, host, life))
+            self._links[index] = asyncio.create_task(self._keep(index, handle, call, host, life))
 
-    async def _keep(self, index: int, ticket: Ticket, call: DeploymentResponseGenerator, host: Any, life: int) -> None:
+    async def _keep(
+        self, index: int, handle: LinkHandle, call: DeploymentResponseGenerator, host: Any, life: int
+    ) -> None:
         """Carry messages to and from a replica until its life is over."""
         dispatcher: Dispatcher = self._app.state.frontend.dispatcher
         inbox: ZmqAsyncPullQueue[bytes] = ZmqAsyncPullQueue(
             replace(self._args, life=life).zmq_scheduler_addr, FrameCodec()
         )
         logger.info("replica %d is linked", index)
-        await dispatcher.open(life, index)
-        leaving = asyncio.create_task(ticket.leaving.wait())
-        carrying = [asyncio.create_task(self._take(host)), asyncio.create_task(_give(host, inbox))]
+        dispatcher.open(life, index)
+        carrying = asyncio.create_task(self._carry(host, inbox))
         try:
-            await asyncio.wait([leaving, *carrying], return_when=asyncio.FIRST_COMPLETED)
-            if leaving.done():
-                logger.info("replica %d takes no new requests", index)
-                draining = asyncio.create_task(dispatcher.drain(life, self._args.drain_timeout))
-                await asyncio.wait([draining, *carrying], return_when=asyncio.FIRST_COMPLETED)
-                await _end(draining)
-            if has_died := any(task.done() for task in carrying):
+            if await dispatcher.serve(life, carrying, handle.leaving, self._args.drain_timeout):
                 logger.error("replica %d is lost; other replicas take over its requests", index)
-            await dispatcher.remove(life, has_died)
         finally:
-            await _end(leaving, *carrying)
+            await _end(carrying)
             call.cancel()
             inbox.close()
             del self._links[index]
         logger.info("replica %d has left", index)
 
-    async def _take(self, host: Any) -> None:
-        """Forward what the scheduler sends, until the scheduler or its host ends."""
+    async def _carry(self, host: Any, inbox: ZmqAsyncPullQueue[bytes]) -> None:
+        """Forward messages from and to the scheduler. Raises when it or its host has ended."""
+        async with asyncio.TaskGroup() as group:
+            group.create_task(self._receive(host))
+            group.create_task(_send(host, inbox))
+
+    async def _receive(self, host: Any) -> None:
         addrs = self._args.zmq_frontend_addr, self._args.zmq_detokenizer_addr
-        queues: list[ZmqAsyncPushQueue[bytes]] = [ZmqAsyncPushQueue(addr, FrameCodec()) for addr in addrs]
+        queues: list[ZmqPushQueue[bytes]] = [ZmqPushQueue(addr, FrameCodec()) for addr in addrs]
         try:
-            async for item in host.take.remote():
+            async for item in host.receive.remote():
                 for is_tokens, frame in await item:
-                    await queues[is_tokens].put([frame])
+                    queues[is_tokens].put([frame])
+            raise ConnectionError("the scheduler has ended")
         finally:
             for queue in queues:
                 queue.close()
 
 
-async def _give(host: Any, inbox: ZmqAsyncPullQueue[bytes]) -> None:
+async def _send(host: Any, inbox: ZmqAsyncPullQueue[bytes]) -> None:
     """Forward messages to the scheduler, in order, until its host ends."""
     while True:
-        await host.give.remote(await inbox.get())
-
-
-async def _in_thread(function: Any, *args: Any) -> Any:
-    return await asyncio.get_running_loop().run_in_executor(None, function, *args)
+        await host.send.remote(await inbox.get())
 
 
 async def _end(*tasks: asyncio.Task[Any]) -> None:
@@ -339,7 +335,7 @@ class Replica:
             starts.append(host.start.remote(replace(args, life=self._life, scheduler=scheduler)))
         self._facts = (await asyncio.gather(*starts))[0]
 
-    async def link(self, ticket: None) -> AsyncIterator[tuple[Any, int, Facts]]:
+    async def link(self, handle: None) -> AsyncIterator[tuple[Any, int, Facts]]:
         """Yield (host of rank 0, life, facts) to the API process; the replica is in use until the call ends."""
         self._over.set()  # end the link of the previous API process
         over = self._over = asyncio.Event()
@@ -389,17 +385,17 @@ class Host:
             asyncio.create_task(self._pump(args.zmq_detokenizer_addr, Codec(TokenizerMsg), True)),
             asyncio.create_task(self._pump(args.zmq_frontend_addr, Codec(FrontendMsg), False)),
         ]
-        self._backend: ZmqAsyncPushQueue[BackendMsg] = ZmqAsyncPushQueue(args.zmq_scheduler_addr, Codec(BackendMsg))
-        self._processes = Processes(replica_children(args, run_scheduler, 0, args.life))
-        self._processes.spawn()
-        facts: Facts = await _in_thread(self._processes.wait_ready, args.ready_timeout)
+        self._backend: ZmqPushQueue[BackendMsg] = ZmqPushQueue(args.zmq_scheduler_addr, Codec(BackendMsg))
+        self._processes = Processes()
+        self._processes.start(*replica_children(args, run_scheduler, 0, args.life))
+        facts = await asyncio.to_thread(self._processes.wait_ready, args.ready_timeout)
         if args.scheduler.engine.node_rank == 0:
             self._heard, self._patience = time.monotonic(), args.heartbeat_timeout
         self._tasks.append(asyncio.create_task(self._watch()))
         return facts
 
     async def _watch(self) -> None:
-        name = await _in_thread(self._processes.wait_end)
+        name = await asyncio.to_thread(self._processes.wait_end)
         self._cause = self._processes.describe_end(name)
         logger.error("%s", self._cause)
         self._news.set()
@@ -416,13 +412,13 @@ class Host:
             self._frames += [(is_tokens, frame) for frame in frames]
             self._news.set()
 
-    async def take(self) -> AsyncIterator[Frames]:
+    async def receive(self) -> AsyncIterator[Frames]:
         """Yield what the scheduler sends, until a rank ends or another API process calls this."""
         self._turn += 1
         if (turn := self._turn) > 1:
             # The previous API process has died: abort its requests, and report all cached prefixes to the new one.
             self._frames = []
-            await self._backend.put([*map(AbortMsg, self._open), TellPrefixesMsg()])
+            self._backend.put([*map(AbortMsg, self._open), TellPrefixesMsg()])
         while not self._cause:
             await self._news.wait()
             if turn != self._turn:
@@ -431,19 +427,19 @@ class Host:
             frames, self._frames = self._frames, []
             yield frames
 
-    async def give(self, frames: list[bytes]) -> None:
+    async def send(self, frames: list[bytes]) -> None:
         """Send frames to the scheduler."""
         for frame in frames:
             messages = self._codec.decode(frame)
             self._open.update(m.uid for m in messages if isinstance(m, UserMsg))
-            await self._backend.put(messages)
+            self._backend.put(messages)
 
     def check(self) -> None:
         """Raise if a rank has ended, or if rank 0 sends no heartbeat. Other ranks send none."""
         if self._cause:
             raise RuntimeError(self._cause)
         if (silent := time.monotonic() - self._heard) > self._patience:
-            raise RuntimeError(f"no sign of life from the scheduler for {silent:.0f} s")
+            raise RuntimeError(f"no heartbeat from the scheduler for {silent:.0f} s")
 
     def open_requests(self) -> int:
         return self._stats.running + self._stats.waiting

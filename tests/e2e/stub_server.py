@@ -43,7 +43,7 @@ from minisgl.message import (
 from minisgl.process.processes import Ready
 from minisgl.process.queues import Codec, ZmqPullQueue, ZmqPushQueue
 from minisgl.settings.options import ServerArgs
-from minisgl.settings.sources import args_from_options, take_options
+from minisgl.settings.sources import args_from_options, given_options
 from minisgl.tokenizer.folder import load_tokenizer
 
 
@@ -149,5 +149,5 @@ if __name__ == "__main__":
 
     if "STUB_SNDBUF" in os.environ:
         launch.bind_socket = bind_small
-    COMMANDS["serve"] = lambda given: launch_server(args_from_options(take_options(given)), stub_server.run)
+    COMMANDS["serve"] = lambda given: launch_server(args_from_options(given_options(given)), stub_server.run)
     sys.exit(main(["serve", *sys.argv[1:]]))

@@ -22,7 +22,7 @@ import pytest
 from e2e.harness import HELD, PATIENCE_S, ROOT, STUB, ServerProcess, eventually, is_running, release, stopped
 from minisgl.checkpoint.hf import BUILTIN_MODEL
 from minisgl.device.machine import choose_device
-from minisgl.launch.http_server import LAST_WORDS_S
+from minisgl.launch.supervisor import LAST_WORDS_S
 
 NO_LIMIT = ("--drain-timeout", "600")  # where something else must end the answers
 

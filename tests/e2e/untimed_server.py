@@ -8,8 +8,8 @@ from typing import Any
 
 from minisgl.core import StepCosts
 from minisgl.errors import ConfigError, MinisglError
+from minisgl.launch.children import run_scheduler
 from minisgl.launch.launch import launch_server
-from minisgl.launch.targets import run_scheduler
 from minisgl.process.processes import Ready
 from minisgl.settings.options import ServerArgs
 from minisgl.settings.sources import parse_args

@@ -15,7 +15,7 @@ import signal
 from collections import Counter
 from collections.abc import AsyncIterator, Iterator
 from contextlib import asynccontextmanager, contextmanager
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import Any
 
@@ -401,8 +401,8 @@ class History:
 
     def _check_idle(self) -> None:
         server = self.server
-        replicas = server.http._replicas
-        for name in server.schedulers if replicas is None else replicas.schedulers.values():
+        replicas = server.http.replicas
+        for name in [replica.names[0] for replica in replicas.values()] or server.schedulers:
             s = server.schedulers[name]
             self._once(not s.is_busy, f"left in the scheduler: {list(s.live.values())}")
             try:
@@ -415,8 +415,9 @@ class History:
             self._once(entries == 0, f"{entries} entries are left in {name}")
         self._once(server.frontend.detokenizer_entries == 0, "the detokenizer's entries are not reported")
         used = set(self.world.inboxes)
-        if replicas is not None:
-            used -= {addr for addr in used if "/backend-" in addr and addr not in replicas.addrs}
+        if replicas:
+            addrs = {replace(server.args, life=replica.life).zmq_scheduler_addr for replica in replicas.values()}
+            used -= {addr for addr in used if "/backend-" in addr and addr not in addrs}
         for addr, inbox in ((addr, self.world.inboxes[addr]) for addr in sorted(used)):
             self._once(not inbox, f"{len(inbox)} frames are left at {addr}")
         for uid in self.sent:
@@ -490,7 +491,7 @@ class History:
                 died
                 or "shutting down" in error.message
                 or ("has waited" in error.message and self.args.scheduler.max_queue_time < 1)
-                or (bool(stopped_at) and "no sign of life" in error.message)
+                or (bool(stopped_at) and "no heartbeat" in error.message)
                 or self._may_lack_replicas(error.message)
             ),
         }

@@ -1,6 +1,6 @@
 """The whole server in one process: the package's own parts, with simulated clock, channels, processes and engine.
 
-The package's parts are `HttpServer` with `FrontendManager`, `Worker` and `Scheduler` with `ZmqIO`. The engine is
+The package's parts are `Supervisor` with `FrontendManager`, `Worker` and `Scheduler` with `ZmqIO`. The engine is
 `support/fake_engine.py`.
 """
 
@@ -25,9 +25,8 @@ from minisgl.api import dispatch as dispatch_module
 from minisgl.api import frontend as frontend_module
 from minisgl.api.frontend import FrontendManager
 from minisgl.api.metrics import Metrics
-from minisgl.launch.http_server import HttpServer
-from minisgl.launch.replicas import Replicas
-from minisgl.message import BackendMsg, ExitMsg, FrontendMsg, TokenizerMsg
+from minisgl.launch.supervisor import Supervisor
+from minisgl.message import BackendMsg, FrontendMsg, TokenizerMsg
 from minisgl.params import Limits
 from minisgl.process.processes import Child
 from minisgl.process.queues import Codec
@@ -40,7 +39,7 @@ from minisgl.settings.options import ServerArgs
 from minisgl.tokenizer.server import REPORT_S, Worker
 from minisgl.tokenizer.text import _byte_of_char
 from minisgl.tokenizer.tokenize import TokenizeManager
-from simulation.world import AsyncPull, AsyncPush, Process, Pull, Push, World
+from simulation.world import AsyncPull, Process, Pull, Push, World
 from support.fake_engine import FakeEngine
 from support.fake_grammar import FakeCompiler, LateExecutor
 
@@ -76,8 +75,6 @@ class PatientGrammars(Grammars):
 class FakeUvicorn:
     """Stands for uvicorn's server, without connections: serves until it is told to stop, and a second longer."""
 
-    started = True
-
     def __init__(self) -> None:
         self._stop = asyncio.Event()
         self.requests: set[asyncio.Task[None]] = set()
@@ -90,8 +87,13 @@ class FakeUvicorn:
     def should_exit(self, value: bool) -> None:
         self._stop.set()
 
-    async def serve(self, sockets: Any) -> None:
+    async def startup(self, sockets: Any) -> None:
+        pass
+
+    async def main_loop(self) -> None:
         await self._stop.wait()
+
+    async def shutdown(self, sockets: Any) -> None:
         if self.requests:
             _, late = await asyncio.wait(self.requests, timeout=1.0)
             for request in late:
@@ -99,7 +101,7 @@ class FakeUvicorn:
 
 
 class Children:
-    """Stands for `Processes`: what `HttpServer` and `Replicas` ask about the simulated processes."""
+    """Stands for `Processes`: what the supervisor asks about the simulated processes."""
 
     def __init__(self, processes: dict[str, Process], ended: list[Process]) -> None:
         self._processes = processes
@@ -122,8 +124,9 @@ class Children:
     def give_up(self, name: str) -> None:
         self._processes[name].kill()
 
-    def start(self, child: Child) -> None:
-        child.target()
+    def start(self, *children: Child) -> None:
+        for child in children:
+            child.target()
 
     def is_ready(self, names: list[str]) -> bool:
         return all(self._processes[name].is_ready for name in names)
@@ -131,9 +134,7 @@ class Children:
     def end(self, names: list[str], seconds: float) -> None:
         for name in names:
             self._processes[name].kill()
-
-    def forget(self, names: list[str]) -> None:
-        self._ended += [self._processes.pop(name) for name in names]
+            self._ended.append(self._processes.pop(name))
 
 
 class SimulatedServer:
@@ -168,8 +169,7 @@ class SimulatedServer:
         dispatcher._add = self._sockets(None)(dispatcher._add)  # type: ignore[method-assign]
         app: Any = SimpleNamespace(state=SimpleNamespace(frontend=self.frontend))
         children: Any = Children(self.processes, self.ended)
-        replicas = None if args.dp == 1 else Replicas(args, children, self._replica_children)
-        self.http = HttpServer(app, children, args, None, replicas)
+        self.http = Supervisor(app, children, args, self._replica_children, None)
         self.uvicorn = FakeUvicorn()
         self.http._uvicorn = self.uvicorn  # type: ignore[assignment]
 
@@ -213,9 +213,9 @@ class SimulatedServer:
             patch.object(io_module, "ZmqPullQueue", partial(Pull, world)),
             patch.object(io_module, "ZmqPushQueue", partial(Push, world, process)),
             patch.object(frontend_module, "ZmqAsyncPullQueue", partial(AsyncPull, world)),
-            patch.object(frontend_module, "ZmqAsyncPushQueue", partial(AsyncPush, world, process)),
+            patch.object(frontend_module, "ZmqPushQueue", partial(Push, world, process)),
             patch.object(dispatch_module, "ZmqAsyncPullQueue", partial(AsyncPull, world)),
-            patch.object(dispatch_module, "ZmqAsyncPushQueue", partial(AsyncPush, world, process)),
+            patch.object(dispatch_module, "ZmqPushQueue", partial(Push, world, process)),
         ):
             yield
 
@@ -224,11 +224,8 @@ class SimulatedServer:
         for process in self.processes.values():
             process.start()
         socket: Any = None
-        await self.http._serve(socket, lambda: None)
-        addrs = [self.args.zmq_scheduler_addr] if self.http._replicas is None else self.http._replicas.addrs
+        await self.http.serve(socket, lambda: None)
         await self.frontend.close()
-        for addr in addrs:
-            Push(self.world, None, addr, Codec(BackendMsg)).put([ExitMsg()])
         await asyncio.sleep(2.0)
         for process in self.processes.values():
             process.kill()

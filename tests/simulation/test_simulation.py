@@ -115,7 +115,7 @@ def abort_is_lost(original: Callable[..., Any]) -> Callable[..., Any]:
 def abort_overtakes(original: Callable[..., Any]) -> Callable[..., Any]:
     async def forget(self: FrontendManager, submission: Any) -> None:
         for uid in list(submission.unfinished):
-            await self.dispatcher._queues[0].put([AbortMsg(uid=uid)])  # the shorter way
+            self.dispatcher._queues[0].put([AbortMsg(uid=uid)])  # the shorter way
         for uid in submission.uids:
             self._submissions.pop(uid, None)
 

@@ -168,13 +168,6 @@ class Push:
         pass
 
 
-class AsyncPush(Push):
-    """Stands for `ZmqAsyncPushQueue`."""
-
-    async def put(self, messages: Sequence[Any]) -> None:  # type: ignore[override]
-        super().put(messages)
-
-
 class Pull:
     """Stands for `ZmqPullQueue`, without waiting."""
 
@@ -255,7 +248,7 @@ class Process:
 
     @property
     def silence(self) -> float:
-        """The seconds since the last sign of life."""
+        """The seconds since the last heartbeat."""
         now = self._world.loop.now
         since = self.ended_at if self.ended_at is not None else self.stopped_at if now < self.resumes_at else now
         return now - since

@@ -31,7 +31,7 @@ from minisgl.message import (
     UserMsg,
     ViewMsg,
 )
-from minisgl.process.queues import Codec, ZmqAsyncPullQueue, ZmqAsyncPushQueue
+from minisgl.process.queues import Codec, ZmqAsyncPullQueue, ZmqPushQueue
 from minisgl.routing.router import SILENT_S, Replica, Router
 from minisgl.settings.options import ServerArgs
 
@@ -48,10 +48,8 @@ class Dispatcher:
         self.router = Router()
         self.starting: set[int] = set()  # indices of replicas that are starting
         self._args = args
-        self._queues: dict[int, ZmqAsyncPushQueue[BackendMsg]] = {}
-        self._detokenizer: ZmqAsyncPushQueue[TokenizerMsg] = ZmqAsyncPushQueue(
-            args.zmq_detokenizer_addr, Codec(TokenizerMsg)
-        )
+        self._queues: dict[int, ZmqPushQueue[BackendMsg]] = {}
+        self._detokenizer: ZmqPushQueue[TokenizerMsg] = ZmqPushQueue(args.zmq_detokenizer_addr, Codec(TokenizerMsg))
         for index in range(0 if args.replicas_join else args.dp):
             self._add(index, index)
         self._inbox: ZmqAsyncPullQueue[BackendMsg] | None = None
@@ -61,14 +59,14 @@ class Dispatcher:
 
     # -- lives
 
-    async def open(self, life: int, index: int) -> None:
+    def open(self, life: int, index: int) -> None:
         """Open a socket to a new `life` of replica number `index`, which then gets requests."""
         self._add(life, index)
-        await self._queues[life].put([TellPrefixesMsg()])
+        self._queues[life].put([TellPrefixesMsg()])
 
     def _add(self, life: int, index: int) -> None:
         addr = replace(self._args, life=life).zmq_scheduler_addr
-        self._queues[life] = ZmqAsyncPushQueue(addr, Codec(BackendMsg))
+        self._queues[life] = ZmqPushQueue(addr, Codec(BackendMsg))
         self.router.open(life, index, time.monotonic())
         self.starting.discard(index)
 
@@ -76,63 +74,66 @@ class Dispatcher:
         """Return whether a replica with another index is running."""
         return any(r.index != index for r in self.router.replicas.values())
 
-    async def drain(self, life: int, timeout: float) -> bool:
-        """Send no new requests to `life`, and wait up to `timeout` seconds for its requests to end.
+    async def serve(
+        self, life: int, died: asyncio.Future[None], leaving: asyncio.Future[None], drain_timeout: float
+    ) -> bool:
+        """Let `life` serve until it has died, or is leaving and has no more requests. Return whether it has died.
 
-        Wait longer if no other replica could take them over. Return whether `life` is still running.
+        Its requests move after `drain_timeout` seconds, later if no other replica could take them over, or at once
+        if it has died. They move once the detokenizer drops all further replies from it.
         """
-        deadline = time.monotonic() + timeout
-        while (replica := self.router.replicas.get(life)) is not None:
-            replica.takes_requests = False
+        await asyncio.wait([died, leaving], return_when=asyncio.FIRST_COMPLETED)
+        replica, deadline = self.router.replicas[life], time.monotonic() + drain_timeout
+        replica.takes_requests = False
+        if not died.done():
+            logger.info("replica %d takes no new requests", replica.index)
+        while not died.done():
             is_over = not replica.requests or time.monotonic() > deadline
             if is_over and self.has_others(replica.index):
-                return True
+                break
             await asyncio.sleep(POLL_S)
-        return False
+        self.router.remove(life, died.done())
+        self._detokenizer.put([LostMsg(life)])
+        return died.done()
 
-    async def remove(self, life: int, has_died: bool) -> None:
-        """Send nothing more to `life`. Its requests move once the detokenizer drops all further replies from it."""
-        if self.router.remove(life, has_died):
-            await self._detokenizer.put([LostMsg(life)])
-
-    async def _move(self, life: int) -> None:
+    def _move(self, life: int) -> None:
         """Move the requests of `life` to other replicas. If it still runs, tell it to exit: its replies are dropped."""
         queue = self._queues.pop(life)
-        await queue.put([ExitMsg()])
+        queue.put([ExitMsg()])
         queue.close()
         moved, ended = self.router.move(life, time.monotonic())
         for target, request in moved:
-            await self._queues[target].put([request])
+            self._queues[target].put([request])
         if ended:
-            await self._end(ended)
+            self._end(ended)
         logger.info("%d requests moved to other replicas, %d ended", len(moved), len(ended))
 
-    async def _end(self, ended: list[Finished]) -> None:
+    def _end(self, ended: list[Finished]) -> None:
         """End requests that no replica has. The detokenizer drops their state and replies."""
         msg = DetokenizeMsg(uids=b"", tokens=b"", started=[], finished=ended, life=OWN_LIFE)
-        await self._detokenizer.put([msg])
+        self._detokenizer.put([msg])
 
     # -- requests
 
     async def _forward(self, inbox: ZmqAsyncPullQueue[BackendMsg]) -> None:
         for queue in list(self._queues.values()):  # replicas that were running before
-            await queue.put([TellPrefixesMsg()])
+            queue.put([TellPrefixesMsg()])
         while True:
             for msg in await inbox.get():
                 if isinstance(msg, UserMsg):
-                    await self._route(msg)
+                    self._route(msg)
                 elif isinstance(msg, AbortMsg):
                     for life in self.router.abort(msg.uid):
-                        await self._queues[life].put([msg])
+                        self._queues[life].put([msg])
             await asyncio.sleep(0)
 
-    async def _route(self, msg: UserMsg) -> None:
+    def _route(self, msg: UserMsg) -> None:
         life = self.router.route(msg, time.monotonic())
         if life is not None:
-            await self._queues[life].put([msg])
+            self._queues[life].put([msg])
             return
         failure = Failure(message="no replica is running", code="replica_failed", status=503)
-        await self._end([Finished(uid=msg.uid, reason=FinishReason.ERROR, has_text=False, failure=failure)])
+        self._end([Finished(uid=msg.uid, reason=FinishReason.ERROR, has_text=False, failure=failure)])
 
     async def put(self, msg: FlushCacheMsg | ViewMsg, index: int | None = None) -> None:
         """Send a message to replica number `index`, or to all. Raises `RequestError` (404) if none is running."""
@@ -140,7 +141,7 @@ class Dispatcher:
         if not replicas:
             raise RequestError(f"replica {index} is not running", code="no_replica", status=404)
         for replica in replicas:
-            await self._queues[replica.life].put([msg])
+            self._queues[replica.life].put([msg])
 
     async def note(self, msg: StatsMsg | PrefixesMsg | LostMsg) -> None:
         """Give the router what it needs to know for its choice, besides the replies."""
@@ -150,7 +151,7 @@ class Dispatcher:
             case PrefixesMsg():
                 self.router.note_prefixes(msg)
             case LostMsg():
-                await self._move(msg.life)
+                self._move(msg.life)
 
     @property
     def silence(self) -> dict[int, float]:
@@ -164,13 +165,15 @@ class Dispatcher:
         return [_view(r, now - r.heard) for r in sorted(self.router.replicas.values(), key=lambda r: r.index)]
 
     async def close(self) -> None:
-        """Close the sockets."""
+        """Tell the schedulers to exit, unless they outlive this process, and close the sockets."""
         if self._inbox is not None:
             self._forwarder.cancel()
             await asyncio.gather(self._forwarder, return_exceptions=True)
             self._inbox.close()
         self._detokenizer.close()
         for queue in self._queues.values():
+            if not self._args.replicas_join:
+                queue.put([ExitMsg()])
             queue.close()
 
 

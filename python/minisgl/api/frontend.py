@@ -36,7 +36,7 @@ from minisgl.message import (
     ids_from_bytes,
 )
 from minisgl.params import Limits
-from minisgl.process.queues import Codec, ZmqAsyncPullQueue, ZmqAsyncPushQueue
+from minisgl.process.queues import Codec, ZmqAsyncPullQueue, ZmqPushQueue
 from minisgl.settings.options import ServerArgs
 
 UID_BITS: Final = 32  # the lower bits of a uid number the requests of one API process; the bits above are its life
@@ -257,7 +257,7 @@ class FrontendManager:
         self.detokenizer_entries = 0
         self._dropped = 0  # messages that tokenizers and detokenizer have dropped
         self.failure = ""  # why requests can no longer be served
-        self.stalled = ""  # which process gives no sign of life
+        self.stalled = ""  # the process without heartbeats
         self.is_draining = False
         self.write_timeout = args.write_timeout
         self._args = args
@@ -265,8 +265,8 @@ class FrontendManager:
         self._submissions: dict[int, Submission] = {}
         self._queries = Queries()
         self._inbox: ZmqAsyncPullQueue[FrontendMsg] = ZmqAsyncPullQueue(args.zmq_frontend_addr, Codec(FrontendMsg))
-        self._tokenizers: list[ZmqAsyncPushQueue[TokenizerMsg]] = [
-            ZmqAsyncPushQueue(addr, Codec(TokenizerMsg)) for addr in args.zmq_tokenizer_addrs
+        self._tokenizers: list[ZmqPushQueue[TokenizerMsg]] = [
+            ZmqPushQueue(addr, Codec(TokenizerMsg)) for addr in args.zmq_tokenizer_addrs
         ]
         self.dispatcher = Dispatcher(args)
         self._receiver = asyncio.create_task(self._receive(), name="replies")
@@ -295,7 +295,7 @@ class FrontendManager:
         if not silence:
             return "no replica is running"
         if min(silence) > self._args.heartbeat_timeout:
-            return f"no sign of life from the scheduler for {min(silence):.0f} s"
+            return f"no heartbeat from the scheduler for {min(silence):.0f} s"
         return self.stalled
 
     @contextlib.asynccontextmanager
@@ -331,7 +331,7 @@ class FrontendManager:
     async def _tokenize(self, msg: TokenizeMsg | EncodeMsg | DecodeMsg | AbortMsg) -> None:
         """Send a message to the tokenizer of its uid. Raises `RequestError` for a value that cannot be represented."""
         try:
-            await self._tokenizers[msg.uid % len(self._tokenizers)].put([msg])
+            self._tokenizers[msg.uid % len(self._tokenizers)].put([msg])
         except _ENCODE_ERRORS as e:
             raise RequestError(f"the request contains a value that cannot be represented: {e}") from e
 

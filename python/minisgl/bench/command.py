@@ -17,8 +17,8 @@ from minisgl.settings.sources import (
     add_model_argument,
     add_options,
     engine_options,
+    given_options,
     server_options,
-    take_options,
 )
 
 if TYPE_CHECKING:
@@ -89,7 +89,7 @@ def _offline(options: argparse.Namespace) -> int:
 
     args = bench_args(OfflineArgs, options)
     check_writable(args.json, "--json")
-    with shape_options(args.shape, engine_options(take_options(options))) as given:
+    with shape_options(args.shape, engine_options(given_options(options))) as given:
         report = run_offline(args, given)
     print(offline_table(report))
     write_json(args.json, report)
@@ -113,7 +113,7 @@ def _online(options: argparse.Namespace) -> int:
     check_writable(args.json, "--json")
     if args.plot is not None:
         new_figure()  # without matplotlib, fail before the measurement
-    given = take_options(options)
+    given = given_options(options)
     if args.url is None:
         given = server_options(given)
     elif extra := given.keys() - {"model", "api_key"} | ({"shape"} if args.shape else set()):

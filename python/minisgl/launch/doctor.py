@@ -48,7 +48,8 @@ def examine(args: ServerArgs) -> int:
 
 def _machine() -> Facts:
     yield "minisgl", f"{minisgl.__version__}, Python {platform.python_version()}, {platform.platform()}"
-    yield "packages", ", ".join(f"{name} {_version(name)}" for name in PACKAGES)
+    installed = {package.name: package.version for package in importlib.metadata.distributions()}
+    yield "packages", ", ".join(f"{name} {installed.get(name, 'is not installed')}" for name in PACKAGES)
     yield "processor", f"{cpu_name()}, {usable_cores()} cores usable"
     total = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
     yield "memory", f"{available_memory() / GB:.1f} GB available of {total / GB:.1f} GB"
@@ -67,13 +68,6 @@ def _machine() -> Facts:
     for i in range(torch.cuda.device_count()):
         p = torch.cuda.get_device_properties(i)
         yield f"GPU {i}", f"{p.name}, {p.total_memory / GB:.0f} GB, compute capability {p.major}.{p.minor}"
-
-
-def _version(package: str) -> str:
-    try:
-        return importlib.metadata.version(package)
-    except importlib.metadata.PackageNotFoundError:
-        return "is not installed"
 
 
 def _cpu_step() -> Facts:

@@ -23,7 +23,6 @@ HEAD_BYTES: Final = 64 * 1024  # of request line, headers and trailers together;
 HEAD_S: Final = 10.0  # from the first byte of a request (or from connecting) to the end of its headers
 IDLE_S: Final = 30.0  # from a response to the next request
 LINGER_S: Final = 2.0  # for a client to read a response that was sent before its request was complete
-SWEEP_S: Final = 0.5
 OTHER_FILES: Final = 128  # file descriptors that are not connections
 MAX_CONNECTIONS: Final = 16_384
 LOG_EVERY_S: Final = 60.0
@@ -36,15 +35,16 @@ def connection_limit() -> int:
 
     Raises `ConfigError` if it allows none.
     """
-    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    limits = resource.getrlimit(resource.RLIMIT_NOFILE)
     wanted = MAX_CONNECTIONS + OTHER_FILES
-    best = wanted if hard == resource.RLIM_INFINITY else min(hard, wanted)
-    if soft != resource.RLIM_INFINITY and soft < best:
-        resource.setrlimit(resource.RLIMIT_NOFILE, (best, hard))
-        soft = best
-    if soft != resource.RLIM_INFINITY and soft <= OTHER_FILES:
-        raise ConfigError(f"only {soft} open files are allowed (ulimit -n), and a server needs more than {OTHER_FILES}")
-    return MAX_CONNECTIONS if soft == resource.RLIM_INFINITY else min(soft, wanted) - OTHER_FILES
+    soft, allowed = (wanted if n == resource.RLIM_INFINITY else min(n, wanted) for n in limits)
+    if soft < allowed:
+        resource.setrlimit(resource.RLIMIT_NOFILE, (allowed, limits[1]))
+    if allowed <= OTHER_FILES:
+        raise ConfigError(
+            f"only {allowed} open files are allowed (ulimit -n), and a server needs more than {OTHER_FILES}"
+        )
+    return allowed - OTHER_FILES
 
 
 class Connections:
@@ -52,59 +52,35 @@ class Connections:
 
     def __init__(self, limit: int) -> None:
         self._limit = limit
-        self._deadlines: dict[BoundedHttpProtocol, float] = {}
-        self._is_sweeping = False
+        self._deadlines: dict[BoundedHttpProtocol, asyncio.TimerHandle] = {}
         self._logged = -LOG_EVERY_S
 
     def wait(self, connection: BoundedHttpProtocol, seconds: float) -> None:
         """Expire `connection` after `seconds`, unless `done` is called before; it becomes the newest."""
-        loop = asyncio.get_running_loop()
-        self._deadlines.pop(connection, None)
-        self._deadlines[connection] = loop.time() + seconds
-        if not self._is_sweeping:
-            self._is_sweeping = True
-            loop.call_later(SWEEP_S, self._sweep)
+        self.done(connection)
+        self._deadlines[connection] = connection.loop.call_later(seconds, self._expire, connection)
 
     def done(self, connection: BoundedHttpProtocol) -> None:
         """Cancel the deadline of `connection`."""
-        self._deadlines.pop(connection, None)
+        if (deadline := self._deadlines.pop(connection, None)) is not None:
+            deadline.cancel()
 
     def admit(self, connection: BoundedHttpProtocol, total: int) -> None:
         """Admit `connection`, the last of `total`. If that is too many, close the one that has waited longest."""
         if total > self._limit:
-            now = asyncio.get_running_loop().time()
+            now = connection.loop.time()
             if now - self._logged >= LOG_EVERY_S:
                 self._logged = now
                 logger.warning("%d connections are open, which is the limit: idle ones are closed", self._limit)
             if (oldest := next(iter(self._deadlines), None)) is None:
                 connection.refuse(503, "too many connections")
                 return
-            self.done(oldest)
-            oldest.expire()
+            self._expire(oldest)
         self.wait(connection, HEAD_S)
 
-    def _sweep(self) -> None:
-        loop = asyncio.get_running_loop()
-        now = loop.time()
-        for connection, deadline in list(self._deadlines.items()):
-            if deadline <= now:
-                del self._deadlines[connection]
-                connection.expire()
-        self._is_sweeping = bool(self._deadlines)
-        if self._is_sweeping:
-            loop.call_later(SWEEP_S, self._sweep)
-
-
-class _EarlyAnswer:
-    """The transport of a response. Closing it lets the client read the response before the connection ends."""
-
-    def __init__(self, connection: BoundedHttpProtocol) -> None:
-        self._connection = connection
-        self.write = connection.transport.write
-        self.is_closing = connection.transport.is_closing
-
-    def close(self) -> None:
-        self._connection.finish()
+    def _expire(self, connection: BoundedHttpProtocol) -> None:
+        self.done(connection)
+        connection.expire()
 
 
 def _without_chunks(app: Any, cycle: RequestResponseCycle) -> Any:
@@ -145,6 +121,7 @@ class BoundedHttpProtocol(HttpToolsProtocol):
 
     def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
         super().connection_made(transport)
+        self.write, self.is_closing = transport.write, transport.is_closing
         self._connections.admit(self, len(self.connections))
 
     def connection_lost(self, exc: Exception | None) -> None:
@@ -179,8 +156,12 @@ class BoundedHttpProtocol(HttpToolsProtocol):
             self._running.disconnected = True
             self._running.message_event.set()
 
-    def finish(self) -> None:
-        """Close the connection after a response: now, or after LINGER_S if the request is incomplete."""
+    def close(self) -> None:
+        """Close the connection after a response: now, or after LINGER_S if the request is incomplete.
+
+        So the client can read a response to a request that it is still sending. With `write` and `is_closing` this
+        is the transport of responses.
+        """
         if self._is_complete:
             self.transport.close()
         else:
@@ -200,7 +181,7 @@ class BoundedHttpProtocol(HttpToolsProtocol):
         head = f"HTTP/1.1 {status} {HTTPStatus(status).phrase}\r\ncontent-type: application/json\r\n"
         self.transport.write(f"{head}content-length: {len(body)}\r\nconnection: close\r\n\r\n".encode() + body)
         self._is_complete = False
-        self.finish()
+        self.close()
 
     # -- bytes
 
@@ -278,7 +259,7 @@ class BoundedHttpProtocol(HttpToolsProtocol):
         self._connections.done(self)
         super().on_headers_complete()
         self._keeps_alive, self.cycle.keep_alive = self.cycle.keep_alive, False
-        self.cycle.transport = _EarlyAnswer(self)  # type: ignore[assignment]
+        self.cycle.transport = self  # type: ignore[assignment]
 
     def on_body(self, body: bytes) -> None:
         self._line_bytes = 0

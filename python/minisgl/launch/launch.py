@@ -9,10 +9,9 @@ import os
 import signal
 import socket
 import ssl
-import stat
 import sys
 import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
@@ -26,23 +25,18 @@ from minisgl.checkpoint.embedder import read_embedder
 from minisgl.distributed.info import Rendezvous
 from minisgl.engine.fit import Checkpoint, check_fit
 from minisgl.errors import ConfigError, StartupError
-from minisgl.launch.replicas import Replicas, divided, visible_gpus
-from minisgl.launch.targets import local_ranks, run_follower_rank, run_scheduler
-from minisgl.message import BackendMsg, ExitMsg
+from minisgl.launch.children import SchedulerTarget, divided, replica_children, run_scheduler, tokenizer_children
 from minisgl.params import Limits
 from minisgl.process.log import announce, configure_logging, log_format, log_level, tell
-from minisgl.process.processes import Child, Facts, Processes, Ready, run_dir, signal_handler
-from minisgl.process.queues import Codec, ZmqPushQueue
+from minisgl.process.processes import Facts, Processes, run_dir, signal_handler
 from minisgl.settings.options import ServerArgs, split_list
 
 if TYPE_CHECKING:
     from minisgl.api.requests import ServedModel
-    from minisgl.launch.http_server import HttpServer
+    from minisgl.launch.supervisor import Supervisor
     from minisgl.tokenizer.template import ChatTemplate
 
 logger = logging.getLogger(__name__)
-
-SchedulerTarget = Callable[[ServerArgs, Ready], None]
 
 
 def launch_server(args: ServerArgs, scheduler: SchedulerTarget = run_scheduler) -> int:
@@ -56,7 +50,7 @@ def launch_server(args: ServerArgs, scheduler: SchedulerTarget = run_scheduler) 
         try:
             if args.scheduler.engine.node_rank:
                 return _run_other_host(args, checked, scheduler)
-            with http_server(args, checked, scheduler) as (server, sock, facts):
+            with supervised(args, checked, scheduler) as (server, sock, facts):
                 url = _url(sock, checked.tls is not None)
                 server.run(sock, lambda: announce(banner(args, checked, facts, url)))
                 return server.exit_code
@@ -72,7 +66,7 @@ def background_server(args: ServerArgs) -> Iterator[str]:
     if args.scheduler.engine.node_rank:
         raise ConfigError("the chat runs on node 0: start `minisgl serve` with the same settings on the other nodes")
     is_up = threading.Event()
-    with http_server(args, checked, run_scheduler) as (server, sock, _):
+    with supervised(args, checked, run_scheduler) as (server, sock, _):
         thread = threading.Thread(target=server.run, args=(sock, is_up.set), name="http")
         thread.start()
         try:
@@ -181,53 +175,44 @@ def _tls(args: ServerArgs) -> ssl.SSLContext | None:
 # -- bind
 
 
+@contextlib.contextmanager
+def listening_socket(args: ServerArgs) -> Iterator[socket.socket]:
+    """Yield a socket that listens where the options say; close it afterwards. Raises `ConfigError` if it cannot."""
+    if args.uds is None:
+        with bind_socket(args) as sock:
+            yield sock
+        return
+    try:
+        with socket.socket(socket.AF_UNIX) as probe:
+            if Path(args.uds).is_socket() and probe.connect_ex(args.uds):
+                os.unlink(args.uds)  # nobody listens on it any more
+        sock = socket.create_server(args.uds, family=socket.AF_UNIX)
+    except OSError as e:
+        raise ConfigError(f"cannot listen on --uds {args.uds}: {e.__context__ or e}") from e
+    try:
+        with sock:
+            yield sock
+    finally:
+        Path(args.uds).unlink(missing_ok=True)
+
+
 def bind_socket(args: ServerArgs) -> socket.socket:
     """Bind and listen on a TCP socket. Raises `ConfigError` if the address is not available."""
     host, port = args.host, args.port
     try:
-        family, kind, protocol, _, address = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)[0]
+        family, *_, address = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)[0]
     except OSError as e:
         raise ConfigError(f"--host {host} is not an address of this machine ({e.strerror})") from e
-    sock = socket.socket(family, kind, protocol)
-    sock.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+    try:
+        is_dual = family == socket.AF_INET6 and socket.has_dualstack_ipv6()  # :: serves IPv4, too
+        sock = socket.create_server(address, family=family, dualstack_ipv6=is_dual)
+    except OSError as e:
+        raise ConfigError(
+            f"cannot listen on {host} port {port}: {os.strerror(e.errno or 0)}; give another --port (0 = any free one)"
+        ) from e
     # Accepted connections inherit this: the kernel ends one whose client acknowledges nothing, even after `close`.
     if sys.platform == "linux":
         sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_USER_TIMEOUT, max(1, round(args.write_timeout * 1000)))
-    try:
-        sock.bind(address)
-        sock.listen(1)  # with SO_REUSEADDR two sockets may be bound, but only one can listen
-    except OSError as e:
-        sock.close()
-        raise ConfigError(
-            f"cannot listen on {host} port {port}: {e.strerror}; give another --port (0 = any free one)"
-        ) from e
-    return sock
-
-
-@contextlib.contextmanager
-def listening_socket(args: ServerArgs) -> Iterator[socket.socket]:
-    """Yield a socket that listens where the options say; close it afterwards. Raises `ConfigError` if it cannot."""
-    with contextlib.closing(bind_socket(args) if args.uds is None else bind_uds(args.uds)) as sock:
-        try:
-            yield sock
-        finally:
-            if args.uds is not None:
-                Path(args.uds).unlink(missing_ok=True)
-
-
-def bind_uds(path: str) -> socket.socket:
-    """Bind and listen on a unix socket; replace a stale one. Raises `ConfigError` if the path cannot be used."""
-    sock = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
-    try:
-        if os.path.exists(path) and stat.S_ISSOCK(os.stat(path).st_mode) and sock.connect_ex(path):
-            os.unlink(path)
-        sock.close()
-        sock = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
-        sock.bind(path)
-        sock.listen(1)
-    except OSError as e:
-        sock.close()
-        raise ConfigError(f"cannot listen on --uds {path}: {e.strerror or e}") from e
     return sock
 
 
@@ -253,80 +238,32 @@ def running_children(
     with run_dir() as folder:
         args = replace(args, run_dir=str(folder))
         children = [rank for index in range(args.dp) for rank in replica_children(args, scheduler, index, index)]
-        children += [] if args.scheduler.engine.node_rank else tokenizer_children(args, checked)
+        if args.scheduler.engine.node_rank == 0:
+            children += tokenizer_children(args, checked.folder, checked.limits, checked.template)
         tell(f"starting {len(children)} processes for {checked.name}")
-        processes = Processes(children)
+        processes = Processes()
         try:
-            processes.spawn()
+            processes.start(*children)
             yield args, processes, processes.wait_ready(args.ready_timeout)
         finally:
             processes.stop()
-
-
-def _log_env(args: ServerArgs) -> dict[str, str]:
-    return {"LOG_LEVEL": args.log_level or log_level(), "LOG_FORMAT": args.log_format or log_format()}
-
-
-def replica_children(args: ServerArgs, scheduler: SchedulerTarget, index: int, life: int) -> list[Child]:
-    """Return the processes to start for this host's ranks of replica number `index`, in its `life`."""
-    # By default, OpenMP's threads spin for milliseconds while they wait. If the API server or a client needs the same
-    # core, each step of the engine then waits for a spinning thread. A short spin costs nothing on idle cores;
-    # measured in docs/notebook/2026-11-21.md.
-    scheduler_env = _log_env(args) | {"GOMP_SPINCOUNT": os.environ.get("GOMP_SPINCOUNT", "2000")}
-    prefix = "minisgl"
-    if args.dp > 1:
-        prefix = f"minisgl-DP{index}"
-        args = replace(divided(args, index), life=life)
-        scheduler_env |= visible_gpus(args, index)
-        Path(f"{args.run_dir}/life-{life}").mkdir(mode=0o700)
-    if (threads := args.scheduler.engine.threads) is not None:
-        scheduler_env["OMP_NUM_THREADS"] = str(threads)
-    children = []
-    for number, rank in enumerate(local_ranks(args)):
-        target, arguments = (run_follower_rank, (args, number)) if rank.info.rank else (scheduler, (args,))
-        name = f"{prefix}-TP{rank.info.rank}-scheduler"
-        children.append(Child(name, target, arguments, scheduler_env, leaves_when_told=True))
-    return children
-
-
-def tokenizer_children(args: ServerArgs, checked: Checked) -> list[Child]:
-    """Return the processes to start for the detokenizer and the tokenizers."""
-    from minisgl.tokenizer.server import tokenize_worker
-
-    worker_env = _log_env(args) | dict.fromkeys(("OMP_NUM_THREADS", "OPENBLAS_NUM_THREADS"), "1")
-    worker_env["TOKENIZERS_PARALLELISM"] = "false"
-    addrs = {"minisgl-detokenizer-0": args.zmq_detokenizer_addr}
-    if args.num_tokenizer:
-        addrs |= {f"minisgl-tokenizer-{i}": addr for i, addr in enumerate(args.zmq_tokenizer_addrs)}
-    model = checked.folder, checked.limits, checked.template
-    outputs = args.zmq_backend_addr, args.zmq_frontend_addr
-    return [Child(name, tokenize_worker, (*model, addr, *outputs), worker_env) for name, addr in addrs.items()]
 
 
 # -- serve
 
 
 @contextlib.contextmanager
-def http_server(
+def supervised(
     args: ServerArgs, checked: Checked, scheduler: SchedulerTarget
-) -> Iterator[tuple[HttpServer, socket.socket, Facts]]:
-    """Yield the HTTP server, ready to run with its socket, and what is known of its running children.
-
-    Afterwards tell the schedulers to exit, end all children and close the socket.
-    """
+) -> Iterator[tuple[Supervisor, socket.socket, Facts]]:
+    """Start all children and yield the supervisor, ready to run with its socket, and the children's facts."""
     from minisgl.api.app import create_app
-    from minisgl.launch.http_server import HttpServer
+    from minisgl.launch.supervisor import Supervisor
 
     with listening_socket(args) as sock, running_children(args, checked, scheduler) as (args, processes, facts):
-        replicas = None if args.dp == 1 else Replicas(args, processes, partial(replica_children, args, scheduler))
         app = create_app(args, served_model(args, checked, facts, processes))
-        try:
-            yield HttpServer(app, processes, args, checked.tls, replicas), sock, facts
-        finally:
-            for addr in [args.zmq_scheduler_addr] if replicas is None else replicas.addrs:
-                backend: ZmqPushQueue[BackendMsg] = ZmqPushQueue(addr, Codec(BackendMsg))
-                backend.put([ExitMsg()])
-                backend.close()
+        make_replica = partial(replica_children, args, scheduler)
+        yield Supervisor(app, processes, args, make_replica, checked.tls), sock, facts
 
 
 def served_model(args: ServerArgs, checked: Checked, facts: Facts, processes: Processes) -> ServedModel:

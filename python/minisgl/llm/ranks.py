@@ -54,16 +54,15 @@ def running_ranks(config: SchedulerConfig) -> Iterator[Ranks]:
     Checkpoint.read(config.engine)  # downloads the weights once for all ranks
     if config.engine.tp == 1:
         (alone,) = Rendezvous.of_local_ranks(config.engine, "")
-        yield Ranks(meet_ranks(config, alone), Processes([]))
+        yield Ranks(meet_ranks(config, alone), Processes())
         return
     with run_dir() as folder:
         first, *others = Rendezvous.of_local_ranks(config.engine, str(folder))
         names = [f"minisgl-TP{other.info.rank}" for other in others]
-        followers = Processes(
-            [Child(n, run_follower, (config, o), {}, leaves_when_told=True) for n, o in zip(names, others, strict=True)]
-        )
+        followers = Processes()
         try:
-            followers.spawn()
+            for name, other in zip(names, others, strict=True):
+                followers.start(Child(name, run_follower, (config, other), {}, leaves_when_told=True))
             group = meet_ranks(config, first, followers.check)
             with contextlib.closing(group.bus):
                 yield Ranks(group, followers)

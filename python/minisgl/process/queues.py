@@ -20,45 +20,29 @@ logger = logging.getLogger(__name__)
 M = TypeVar("M")
 LINGER_MS: Final = 1000
 RECONNECT_MS: Final = 5  # the default of 100 would delay a request sent just before the receiver has bound
-INTEGER: Final = 1  # the code of msgpack's extension for a large integer
 MAX_FRAMES: Final = 4096  # taken by one `get`, so that a flood cannot hold the reader forever
 
 
 class Codec(Generic[M]):
     """Encodes lists of messages of one channel as msgpack. `union` is the union of the channel's message types.
 
-    Clients' JSON may have integers that msgpack lacks; an extension has their digits.
+    Clients' JSON may have integers of more than 64 bits, which msgpack lacks: such a list is encoded as JSON.
     """
 
     def __init__(self, union: Any) -> None:
         self._encoder = msgspec.msgpack.Encoder()
-        self._decoder: msgspec.msgpack.Decoder[list[M]] = msgspec.msgpack.Decoder(list[union], ext_hook=_integer)
+        self._decoder: msgspec.msgpack.Decoder[list[M]] = msgspec.msgpack.Decoder(list[union])
+        self._json: msgspec.json.Decoder[list[M]] = msgspec.json.Decoder(list[union])
 
     def encode(self, messages: Sequence[M]) -> bytes:
         try:
             return self._encoder.encode(messages)
         except OverflowError:
-            return self._encoder.encode(_packed(msgspec.to_builtins(messages, builtin_types=(bytes,))))
+            return msgspec.json.encode(messages)
 
     def decode(self, frame: bytes | memoryview) -> list[M]:
         """Decode a frame. Raises `msgspec.MsgspecError` unless it is a list of this channel's messages."""
-        return self._decoder.decode(frame)
-
-
-def _packed(value: Any) -> Any:
-    """Return `value` with integers of more than 64 bits as extensions."""
-    if isinstance(value, dict):
-        return {k: _packed(v) for k, v in value.items()}
-    if isinstance(value, list | tuple):
-        return [_packed(v) for v in value]
-    is_large = type(value) is int and not -(2**63) <= value < 2**64
-    return msgspec.msgpack.Ext(INTEGER, str(value).encode()) if is_large else value
-
-
-def _integer(code: int, digits: memoryview) -> int:
-    if code != INTEGER:
-        raise ValueError(f"unknown extension {code}")
-    return int(bytes(digits))
+        return (self._json if frame[:1] == b"[" else self._decoder).decode(frame)
 
 
 class _Queue(Generic[M]):
@@ -83,7 +67,7 @@ class _Queue(Generic[M]):
             logger.error("skipped a frame of %d bytes on %s: %s", len(frame), self._addr, e)
             return []
 
-    def _take_ready(self, socket: zmq.Socket[bytes]) -> list[M]:
+    def _receive_ready(self, socket: zmq.Socket[bytes]) -> list[M]:
         messages: list[M] = []
         for _ in range(MAX_FRAMES):
             try:
@@ -98,7 +82,7 @@ class _Queue(Generic[M]):
 
 
 class ZmqPushQueue(_Queue[M]):
-    """The sending end."""
+    """The sending end. `put` never blocks, so an event loop can call it, too."""
 
     def __init__(self, addr: str, codec: Codec[M]) -> None:
         super().__init__(zmq.Context.instance().socket(zmq.PUSH), addr, codec)
@@ -121,19 +105,7 @@ class ZmqPullQueue(_Queue[M]):
         """
         if timeout != 0 and not self._socket.poll(None if timeout is None else max(0, int(timeout * 1000))):
             return []
-        return self._take_ready(self._socket)
-
-
-class ZmqAsyncPushQueue(_Queue[M]):
-    """The sending end on an event loop."""
-
-    def __init__(self, addr: str, codec: Codec[M]) -> None:
-        self._async = zmq.asyncio.Context.instance().socket(zmq.PUSH)
-        super().__init__(self._async, addr, codec)
-
-    async def put(self, messages: Sequence[M]) -> None:
-        """Send `messages` as one frame. Does not suspend on a connected queue, so it is safe in a cancelled task."""
-        await self._async.send(self._codec.encode(messages))
+        return self._receive_ready(self._socket)
 
 
 class ZmqAsyncPullQueue(_Queue[M]):
@@ -149,4 +121,4 @@ class ZmqAsyncPullQueue(_Queue[M]):
     async def get(self) -> list[M]:
         """Wait for a frame, then return all messages that have arrived, in order; none if the frame was invalid."""
         first = await self._async.recv()
-        return self._decode(first) + self._take_ready(self._sync)
+        return self._decode(first) + self._receive_ready(self._sync)

@@ -88,17 +88,14 @@ class Router:
         """Add a `life` of replica number `index`, which then gets requests."""
         self.replicas[life] = Replica(life, index, now)
 
-    def remove(self, life: int, has_died: bool) -> bool:
-        """Remove `life`, and keep its requests for `move`. Return whether it was known."""
-        replica = self.replicas.pop(life, None)
-        if replica is None:
-            return False
+    def remove(self, life: int, has_died: bool) -> None:
+        """Remove `life`, and keep its requests for `move`."""
+        replica = self.replicas.pop(life)
         self.deaths += has_died
         self._lost[life] = has_died, replica.requests
         tiers = [msgspec.structs.replace(tier, pages_total=0, pages_held=0) for tier in replica.stats.tiers]
         counters = msgspec.structs.replace(replica.stats, tiers=tiers, **dict.fromkeys(GAUGES, 0))
         self._past = _sum([self._past, counters])
-        return True
 
     def move(self, life: int, now: float) -> tuple[list[tuple[int, UserMsg]], list[Finished]]:
         """Return the requests of a lost `life` with their new lives, and the terminal replies of those that end."""

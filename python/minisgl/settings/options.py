@@ -7,11 +7,12 @@ the user *asked for*. `engine/config.py: resolve` derives what one model and mac
 
 from __future__ import annotations
 
+import contextlib
 import ipaddress
 import json
 import re
 from collections.abc import Iterable, Mapping
-from dataclasses import dataclass, field, fields, is_dataclass
+from dataclasses import dataclass, field, fields, is_dataclass, replace
 from functools import cache
 from operator import ge, gt, le
 from os import PathLike
@@ -66,8 +67,8 @@ class Option:
     help: str
     aliases: tuple[str, ...] = ()
     choices: tuple[str | int, ...] = ()
-    words: Mapping[str | int, Any] = field(default_factory=dict)
-    switches: Mapping[str, Mapping[bool | str, Any]] = field(default_factory=dict)
+    words: Mapping[Any, Any] = field(default_factory=dict)
+    switches: Mapping[str, Mapping[Any, Any]] = field(default_factory=dict)
     form: type | None = None
     above: float | None = None
     minimum: float | None = None
@@ -78,25 +79,31 @@ class Option:
         """The spellings of the command-line flag, beginning with the main one."""
         return ["--" + name.replace("_", "-") for name in (self.name, *self.aliases)]
 
-    def parse(self, text: str, source: str) -> Any:
-        """Parse `text` as a value of the option's type. Raises `ConfigError` if that is impossible."""
-        if self.kind is int and (parts := re.fullmatch(r"(\d+(?:\.\d+)?)([kmgKMG])", text)):
-            return int(float(parts[1]) * MULTIPLES[parts[2]])
-        return _convert(self.kind, text, source)
+    def read(self, value: Any, source: str, is_text: bool) -> Any:
+        """Return the option's value for what a user has written. `is_text`: the source has only texts.
 
-    def translate(self, value: Any) -> Any:
-        """Translate other engines' words to ours, and a list or an object to text."""
+        Raises `ConfigError` like `check`.
+        """
+        try:
+            parsed = self._parse(value, is_text)
+        except ValueError:
+            raise ConfigError(f"{source}{value!r} is not of type {(self.form or self.kind).__name__}") from None
+        is_word = isinstance(parsed, str | int) and parsed in self.words
+        return self.words[parsed] if is_word else self.check(parsed, source)
+
+    def _parse(self, value: Any, is_text: bool) -> Any:
+        """Convert text to the option's type, and a list or an object to text. Raises `ValueError`."""
         if self.form is list and isinstance(value, str) and value.startswith("["):
             value = json.loads(value)
         if self.form is list and isinstance(value, list | tuple):
             return ",".join(map(str, value))
         if self.form is dict and isinstance(value, dict):
             return json.dumps(value)
-        if not isinstance(value, str | int):
+        if isinstance(value, str) and "," in value:
+            return ",".join(str(self.words.get(part, part)) for part in value.split(","))
+        if not is_text or value in self.words:
             return value
-        if isinstance(value, str) and value not in self.words and self.words:
-            return ",".join(self.words.get(part, part) for part in value.split(","))
-        return self.words.get(value, value)
+        return {bool: parse_bool, int: parse_size}.get(self.kind, self.kind)(value)
 
     def check(self, value: Any, source: str) -> Any:
         """Return `value`, converted from int to float if the option is a float.
@@ -130,11 +137,10 @@ def _is_choice(value: Any, choice: str | int) -> bool:
     return bool(value == choice or (prefix.endswith(":") and str(value).startswith(prefix) and value != prefix))
 
 
-def _convert(kind: type, text: str, source: str) -> Any:
-    try:
-        return parse_bool(text) if kind is bool else kind(text)
-    except ValueError:
-        raise ConfigError(f"{source}{text!r} is not of type {kind.__name__}") from None
+def parse_size(text: str) -> int:
+    """Parse an integer, or a decimal number with a suffix such as 1.5k or 64G. Raises `ValueError` for other texts."""
+    parts = re.fullmatch(r"(\d+(?:\.\d+)?)([kmgKMG])", text)
+    return int(text) if parts is None else int(float(parts[1]) * MULTIPLES[parts[2]])
 
 
 def parse_bool(text: str) -> bool:
@@ -169,22 +175,21 @@ class EngineConfig(Settings):
     )
     dtype: str = option(
         "auto",
-        "number format of weights and KV cache; auto = on a GPU that of the checkpoint, on a CPU float32, or bfloat16 "
-        "for a large bfloat16 model that the C++ step can run",
+        "data type of weights and KV cache; auto = on a GPU the checkpoint's, on a CPU float32, or bfloat16 for a "
+        "large bfloat16 model that the C++ step can run",
         choices=("auto", "float32", "bfloat16", "float16"),
         words={"half": "float16", "float": "float32"},
     )
     quantization: str | None = option(
         None,
-        "quantize the weights of all projections at the start, to save memory and time: fp8, int8 or int4 on a GPU, "
-        "int8 or int4 on a CPU; default = keep them in --dtype, or as the checkpoint has them",
+        "quantize the weights of all linear layers when loading: fp8, int8 or int4 on a GPU, int8 or int4 on a CPU; "
+        "default = --dtype, or the checkpoint's quantization",
         aliases=("q",),
         choices=("int8", "fp8", "int4"),
     )
     kv_cache_dtype: str = option(
         "auto",
-        "number format of the KV cache: auto = --dtype; fp8 = 8 bits with a scale per token and head, which holds "
-        "almost twice the tokens",
+        "data type of the KV cache: auto = --dtype; fp8 = E4M3 with a scale per token and head, twice the tokens",
         choices=("auto", "fp8"),
         words={"fp8_e4m3": "fp8"},
     )
@@ -211,12 +216,13 @@ class EngineConfig(Settings):
         maximum=1,
     )
     host_kv: int = option(
-        0, "bytes of host memory for KV pages that are evicted from the GPU (64G), over all ranks; 0 = none", minimum=0
+        0,
+        "size in bytes of the host KV cache (64G), over all ranks, for pages evicted from the GPU; 0 = off",
+        minimum=0,
     )
     disk_kv: str | None = option(
         None,
-        "PATH:SIZE, a folder and its bytes (/var/cache/kv:200G) for KV pages that are evicted from memory; the next "
-        "server with the same model uses them again",
+        "PATH:SIZE of the disk KV cache (/var/cache/kv:200G), for pages evicted from memory; it outlives the server",
     )
     max_running_requests: int = option(
         256, "maximum number of requests that run at the same time", aliases=("max_num_seqs",), minimum=1
@@ -258,7 +264,7 @@ class EngineConfig(Settings):
     )
     num_draft_tokens: int = option(
         4,
-        "maximum drafts of a request in one step",
+        "maximum draft tokens of a request per step",
         aliases=("speculative_num_draft_tokens", "spec_tokens", "num_speculative_tokens"),
         minimum=1,
         maximum=MAX_DRAFTS,
@@ -272,13 +278,13 @@ class EngineConfig(Settings):
         aliases=("tp_size", "tensor_parallel_size"),
         minimum=1,
     )
-    disable_pynccl: bool = option(False, "let torch's process groups call NCCL instead of calling NCCL directly")
+    disable_pynccl: bool = option(False, "use NCCL through torch.distributed instead of calling it directly")
     nnodes: int = option(
-        1, "hosts among which the ranks are divided; start the same command on all, except for --node-rank", minimum=1
+        1, "number of nodes for multi-node inference; start the same command on all, except for --node-rank", minimum=1
     )
-    node_rank: int = option(0, "number of this host, from 0 on; host 0 serves", minimum=0)
+    node_rank: int = option(0, "rank of this node, from 0 on; node 0 serves", minimum=0)
     dist_init_addr: str = option(
-        "", "HOST:PORT on host 0 to which the other hosts connect; use a private network", aliases=("nccl_init_addr",)
+        "", "HOST:PORT on node 0 to which the other nodes connect; use a private network", aliases=("nccl_init_addr",)
     )
     chat_template: str | None = option(None, "chat template to use instead of the model's: a file, or the text itself")
     default_chat_template_kwargs: str | None = option(
@@ -290,10 +296,11 @@ class EngineConfig(Settings):
         """The folder and bytes of `--disk-kv`, or None. Raises `ConfigError` for an invalid value."""
         if self.disk_kv is None:
             return None
-        parts = re.fullmatch(r"(.+):(\d+(?:\.\d+)?)([kmgKMG]?)", str(self.disk_kv))
-        if parts is None:
-            raise ConfigError(f"--disk-kv {self.disk_kv} is not PATH:SIZE, such as /var/cache/kv:200G")
-        return Path(parts[1]).expanduser(), int(float(parts[2]) * MULTIPLES.get(parts[3], 1))
+        path, _, size = str(self.disk_kv).rpartition(":")
+        with contextlib.suppress(ValueError):
+            if path and (num_bytes := parse_size(size)) >= 0:
+                return Path(path).expanduser(), num_bytes
+        raise ConfigError(f"--disk-kv {self.disk_kv} is not PATH:SIZE, such as /var/cache/kv:200G")
 
     def load_chat_template(self) -> str | None:
         """Return the text of `--chat-template`, or None. Raises `ConfigError` for a file that cannot be read."""
@@ -304,15 +311,10 @@ class EngineConfig(Settings):
     @property
     def template_kwargs(self) -> dict[str, Any]:
         """The object of `--default-chat-template-kwargs`. Raises `ConfigError` if it is not a JSON object."""
-        try:
-            value = json.loads(self.default_chat_template_kwargs or "{}")
-        except ValueError:
-            value = None
-        if not isinstance(value, dict):
-            raise ConfigError(
-                f"--default-chat-template-kwargs {self.default_chat_template_kwargs} is not a JSON object"
-            )
-        return value
+        with contextlib.suppress(ValueError):
+            if isinstance(value := json.loads(self.default_chat_template_kwargs or "{}"), dict):
+                return value
+        raise ConfigError(f"--default-chat-template-kwargs {self.default_chat_template_kwargs} is not a JSON object")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -322,7 +324,7 @@ class SchedulerConfig(Settings):
     engine: EngineConfig = field(default_factory=EngineConfig)
     cache_type: str = option(
         "radix",
-        "prefix cache: radix = reuse the K/V of common prefixes, naive = none",
+        "prefix cache: radix = reuse the KV cache of common prefixes, naive = none",
         aliases=("cache",),
         choices=("radix", "naive"),
         switches={
@@ -332,42 +334,42 @@ class SchedulerConfig(Settings):
     )
     schedule_policy: str = option(
         "shortest",
-        "order of waiting requests: shortest = the shortest prompt first, with a bound on the wait of the others, then "
-        "by arrival; fcfs = in order of arrival; lpm = the longest cached prefix first",
+        "scheduling policy: shortest = shortest prompt first, with a bound on the wait of the others; fcfs = first "
+        "come, first served; lpm = longest prefix match",
         aliases=("scheduling_policy",),
         choices=("shortest", "fcfs", "lpm"),
     )
     max_prefill_length: int = option(
         8192,
-        "maximum tokens of one step; running requests come first, chunks of prompts get the rest",
+        "token budget of a step: running requests first, the rest for chunked prefill",
         aliases=("max_extend_length", "max_num_batched_tokens", "chunked_prefill_size"),
         minimum=1,
     )
     itl_target_ms: float | None = option(
         None,
-        "target in ms for the time between two tokens of a running stream; it limits the prompt tokens per step; "
-        "0 = no limit; default = 29, or twice the time of a decode step if that is longer",
+        "target for inter-token latency in ms; it limits the prompt tokens per step; 0 = no limit; default = 29, or "
+        "twice the time of a decode step if that is longer",
         minimum=0,
         maximum=1e9,
     )
     mixed_batches: bool = option(
         True,
-        "compute prompts and running requests in the same step; off = running requests wait for prompts",
+        "mix prefill chunks and decode in one step; off = decode waits for prefill",
         aliases=("enable_mixed_chunk",),
     )
     overlap: bool | None = option(
         None,
-        "plan the next step while the device computes; default = on for a GPU, off for a CPU",
+        "overlap scheduling: plan the next step while the device computes; default = on for a GPU, off for a CPU",
         aliases=("async_scheduling",),
         switches={"disable_overlap_schedule": {True: False, False: None}},
     )
-    max_queued_requests: int = option(2048, "maximum waiting requests; more are refused with status 429", minimum=0)
+    max_queued_requests: int = option(2048, "maximum queued requests; more are refused with status 429", minimum=0)
     max_queued_tokens: int = option(
         1 << 20,
-        "maximum prompt tokens that wait ahead of a new request; if there are more, it is refused with status 429",
+        "maximum queued prompt tokens; with more, a new request is refused with status 429",
         minimum=0,
     )
-    max_queue_time: float = seconds(300.0, "seconds that a request may wait before it is refused with status 503")
+    max_queue_time: float = seconds(300.0, "queue timeout in seconds; a request that waits longer gets status 503")
     view_texts: bool = option(
         False, "show the beginnings of cached prompts without a salt in the Engine view; for a server only you use"
     )
@@ -389,7 +391,7 @@ class ServerArgs(Settings):
     port: int = option(1919, "port to listen on; 0 = any free port", minimum=0, maximum=65535)
     dp: int = option(
         1,
-        "replicas of the model, each on --tp devices; a request goes to the one that has its prefix and a low load",
+        "data parallelism: replicas of the model, each on --tp devices, with prefix- and load-aware routing",
         aliases=("dp_size", "data_parallel_size"),
         minimum=1,
         maximum=64,
@@ -429,22 +431,20 @@ class ServerArgs(Settings):
     )
     open_metrics: bool = option(False, "serve /metrics without a key")
     auth: bool = option(True, "refuse to start without a key on an address that others can reach")
-    ready_timeout: float = seconds(600.0, "seconds that the processes may take to start")
+    ready_timeout: float = seconds(600.0, "startup timeout in seconds")
     drain_timeout: float = seconds(
-        30.0, "seconds that running requests may take to finish after SIGTERM", aliases=("shutdown_timeout",)
+        30.0, "graceful shutdown timeout in seconds, for running requests after SIGTERM", aliases=("shutdown_timeout",)
     )
-    write_timeout: float = seconds(30.0, "seconds after which a client that does not read is disconnected")
+    write_timeout: float = seconds(30.0, "write timeout in seconds; a client that does not read is disconnected")
     heartbeat_timeout: float = seconds(
-        60.0,
-        "seconds that a process may give no sign of life, or a step may take, before the server ends with an error",
-        aliases=("watchdog_timeout",),
+        60.0, "heartbeat timeout in seconds, also for one step; the server then exits", aliases=("watchdog_timeout",)
     )
     max_body: int = option(4 * 1024 * 1024, "maximum size of a request body in bytes", minimum=1024, maximum=2**30)
     max_choices: int = option(16, "maximum n, the number of choices per prompt", minimum=1, maximum=1024)
     unknown_fields: str = option(
         "accept",
-        "what to do with fields that no API defines: accept = ignore them, and list them in the header "
-        "x-ignored-fields; refuse = answer with status 400",
+        "request fields that no API defines: accept = ignore, and list them in the header x-ignored-fields; refuse = "
+        "status 400",
         choices=("accept", "refuse"),
     )
     stream_usage: bool = option(False, "end every stream with the usage, even if the client does not ask for it")
@@ -594,82 +594,57 @@ def _declared_options(cls: type) -> Mapping[str, Option]:
     return found
 
 
-@dataclass(frozen=True)
-class Spelling:
-    """A name that sets an option. `meanings` translates its values, unless they mean themselves."""
-
-    option: Option
-    meanings: Mapping[Any, Any] | None = None
-
-    @property
-    def is_switch(self) -> bool:
-        """Whether the flag takes no value."""
-        return self.option.kind is bool if self.meanings is None else set(self.meanings) <= {True, False}
-
-    def read(self, value: Any, source: str, is_text: bool) -> Any:
-        """Return the checked value of the option. `is_text` means that `value` is from a source with only texts."""
-        option, given = self.option, value
-        if is_text and self.is_switch:
-            given = _convert(bool, value, source)
-        if self.meanings is not None:
-            if type(given) not in (bool, str) or given not in self.meanings:
-                raise ConfigError(f"{source}{value!r} is not one of {', '.join(map(str, self.meanings))}")
-            return self.meanings[given]
-        try:
-            given = option.translate(given)
-        except ValueError as e:
-            raise ConfigError(f"{source}{value!r} is not valid JSON: {e}") from None
-        if is_text and isinstance(given, str):
-            given = option.parse(given, source)
-        return option.check(given, source)
-
-
 @cache
-def spellings_of(cls: type) -> Mapping[str, Spelling]:
-    """Return all names that set an option of `cls`, with underscores; and no_X for each switch X.
+def spellings_of(cls: type) -> Mapping[str, Option]:
+    """Return what reads the value of each name that sets an option of `cls`, with underscores.
 
+    For a switch of another engine, and for no_X of a switch X, it is an option of that type whose `words` are ours.
     If a name is also an alias of another option, the name counts.
     """
     options = options_of(cls).values()
-    found = {switch: Spelling(o, meanings) for o in options for switch, meanings in o.switches.items()}
-    found |= {alias: Spelling(o) for o in options for alias in o.aliases}
-    found |= {o.name: Spelling(o) for o in options}
-    for name, spelling in list(found.items()):
-        if spelling.is_switch:
-            meanings = {True: True, False: False} if spelling.meanings is None else spelling.meanings
-            found.setdefault(f"no_{name}", Spelling(spelling.option, {not key: v for key, v in meanings.items()}))
+    found: dict[str, Option] = {}
+    for o in options:
+        for name, words in o.switches.items():
+            kind, choices = (bool, ()) if True in words else (str, tuple(words))
+            found[name] = replace(o, kind=kind, words=words, choices=choices, minimum=None)
+    found |= {alias: o for o in options for alias in o.aliases}
+    found |= {o.name: o for o in options}
+    for name, switch in list(found.items()):
+        if switch.kind is bool:
+            words = {value: switch.words.get(not value, not value) for value in (True, False)}
+            found.setdefault(f"no_{name}", replace(switch, words=words))
     return found
 
 
-def named_values(given: Iterable[tuple[Any, Any, str, str]], cls: type, is_text: bool = False) -> dict[str, Any]:
-    """Return the values by option name of (spelling, value, where it is from, the prefix of the value in messages).
+def named_values(given: Iterable[tuple[Any, Any, str]], cls: type, is_text: bool = False) -> dict[str, Any]:
+    """Return the values by option name of (spelling, value, what was written before the value).
 
     Options of other engines that ask for what happens anyway are dropped (`settings/foreign.py`). Raises `ConfigError`
     for an unknown spelling, for two spellings of one option, and for an invalid value.
     """
     spellings = spellings_of(cls)
     found: dict[str, Any] = {}
-    for name, value, where, source in given:
-        words = str(name).replace("-", "_")
-        if (spelling := spellings.get(words)) is None:
+    for name, value, source in given:
+        words, written = str(name).replace("-", "_"), source.rstrip("= ")
+        if (option := spellings.get(words)) is None:
             if not asks_nothing(words, value):
-                raise ConfigError(f"{where}{_unknown(name, words, spellings)}")
+                raise ConfigError(f"{written}{_unknown(words, spellings)}")
             continue
-        if spelling.option.name in found:
-            raise ConfigError(f"{where}{name} is set twice")
+        if option.name in found:
+            raise ConfigError(f"{written} is set twice")
         if not is_unicode(str(value)):
             raise ConfigError(f"{source}{value!a} is not text in UTF-8")
-        found[spelling.option.name] = spelling.read(value, source, is_text)
+        found[option.name] = option.read(value, source, is_text)
     return found
 
 
-def _unknown(name: Any, words: str, spellings: Iterable[str]) -> str:
-    """Return the error message for a name that is not an option."""
+def _unknown(words: str, spellings: Iterable[str]) -> str:
+    """Return the error message for a name that is not an option, without the name."""
     if sentence := sentence_for(words):
-        return f"{name}: {sentence}"
+        return f": {sentence}"
     if words in spellings_of(ServerArgs):
-        return f"{name} is an option of `minisgl serve` only"
-    return f"there is no option {name!r}{did_you_mean(words, spellings) or '; `minisgl serve --help-all` lists them'}"
+        return " is an option of `minisgl serve` only"
+    return f" is not an option{did_you_mean(words, spellings) or '; `minisgl serve --help-all` lists them'}"
 
 
 def build_config(cls: type[T], values: Mapping[str, Any]) -> T:
@@ -677,7 +652,7 @@ def build_config(cls: type[T], values: Mapping[str, Any]) -> T:
 
     Raises `ConfigError` for an unknown option and for a value that cannot work.
     """
-    given = ((name, value, "", f"{name}=") for name, value in values.items())
+    given = ((name, value, f"{name}=") for name, value in values.items())
     return _build(cls, named_values(given, cls))
 
 

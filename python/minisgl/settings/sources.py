@@ -66,7 +66,7 @@ class _HelpAll(argparse.Action):
 
     def __call__(self, parser: argparse.ArgumentParser, *_: Any) -> None:
         for action in parser._actions:
-            if isinstance(action, _Take):
+            if isinstance(action, _SetOption):
                 action.help = action.full_help
         parser.print_help()
         parser.exit()
@@ -107,7 +107,7 @@ def _words(flag: str) -> str:
     return flag.replace("-", "_")
 
 
-class _Take(argparse.Action):
+class _SetOption(argparse.Action):
     """Converts the value of a flag as other sources' values, and stores it under the option's main name."""
 
     def __init__(self, cls: type, **options: Any) -> None:
@@ -124,9 +124,8 @@ class _Take(argparse.Action):
         if isinstance(values, list):
             values = _joined(values, flag) if values else "true"
         namespace.written = [*getattr(namespace, "written", []), flag]
-        for name, value in named_values(
-            [(flag.lstrip("-"), values, "--", f"{flag} ")], self._cls, is_text=True
-        ).items():
+        given = [(flag.lstrip("-"), values, f"{flag} ")]
+        for name, value in named_values(given, self._cls, is_text=True).items():
             if options_of(self._cls)[name].form is list and (others := getattr(namespace, name, None)):
                 value = f"{others},{value}"
             setattr(namespace, name, value)
@@ -150,14 +149,14 @@ def add_options(parser: argparse.ArgumentParser, cls: type = ServerArgs) -> None
         owner = option.owner
         if owner not in groups:
             groups[owner] = parser.add_argument_group((owner.__doc__ or "").partition("\n")[0].rstrip(".:"))
-        shown = [name for name in (option.name, *option.aliases) if spellings_of(cls)[name].option is option]
+        shown = [name for name in (option.name, *option.aliases) if spellings_of(cls)[name] is option]
         named |= {*shown}
-        groups[owner].add_argument(*_flags(*shown), action=_Take, cls=cls, help=_help(option), **_shape(option))
-    switches = {name: spelling.is_switch for name, spelling in spellings_of(cls).items()}
+        groups[owner].add_argument(*_flags(*shown), action=_SetOption, cls=cls, help=_help(option), **_shape(option))
+    switches = {name: option.kind is bool for name, option in spellings_of(cls).items()}
     switches |= {name: accepted == ["true"] for name, accepted in foreign().redundant.items()}
     for name in switches.keys() - named:
         nargs = 0 if switches[name] else None
-        parser.add_argument(*_flags(name), action=_Take, cls=cls, nargs=nargs, help=argparse.SUPPRESS)
+        parser.add_argument(*_flags(name), action=_SetOption, cls=cls, nargs=nargs, help=argparse.SUPPRESS)
 
 
 def _flags(*names: str) -> list[str]:
@@ -188,7 +187,7 @@ def add_model_argument(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("positional_model", nargs="?", metavar="MODEL", help=help)
 
 
-def take_options(namespace: argparse.Namespace) -> dict[str, Any]:
+def given_options(namespace: argparse.Namespace) -> dict[str, Any]:
     """Return the options among the values of a parsed command line, and `config`."""
     given = vars(namespace)
     options = {name: value for name, value in given.items() if name in options_of(ServerArgs) or name == "config"}
@@ -209,7 +208,7 @@ def parse_args(argv: list[str] | None = None, prog: str = "minisgl serve") -> Se
     parser = Parser(prog=prog, description="Serve a language model over HTTP (OpenAI's API).")
     add_model_argument(parser)
     add_options(parser)
-    return args_from_options(take_options(parser.parse_args(argv)))
+    return args_from_options(given_options(parser.parse_args(argv)))
 
 
 def args_from_options(given: dict[str, Any]) -> ServerArgs:
@@ -228,8 +227,9 @@ def server_options(given: dict[str, Any], cls: type = ServerArgs) -> dict[str, A
     File and environment may set options of a server that `cls` does not have.
     """
     path = given.get("config", _config_in_environment())
-    from_file = {} if path is None else _read_file(Path(path).expanduser(), path)
-    options = {name: value for name, value in (from_file | _read_environment()).items() if name in options_of(cls)}
+    in_file = () if path is None else (entry for entry in _file_entries(path) if entry[1] is not None)
+    others = named_values(in_file, ServerArgs) | named_values(_checked_environment(), ServerArgs, is_text=True)
+    options = {name: value for name, value in others.items() if name in options_of(cls)}
     return options | {name: value for name, value in given.items() if name != "config"}
 
 
@@ -259,50 +259,44 @@ def _config_in_environment() -> str | None:
     return os.environ.get(f"{ENV_PREFIX}CONFIG", "").strip() or None
 
 
-def _read_environment() -> dict[str, Any]:
-    """Return the options set by MINISGL_<NAME> variables. Empty ones count as unset; unknown ones are told."""
-    spellings = spellings_of(ServerArgs)
-    given = []
+def _environment() -> Iterator[tuple[str, str, str]]:
+    """Yield (spelling, value, what is before the value) of each variable MINISGL_<NAME> that is meant for us."""
     for variable, text in sorted(os.environ.items()):
         name = variable.removeprefix(ENV_PREFIX).lower()
-        if not (variable.startswith(ENV_PREFIX) and text.strip()) or name in OTHER_VARIABLES:
+        is_other = name in OTHER_VARIABLES or OF_A_SERVICE.fullmatch(f"{name}={text}")
+        if variable.startswith(ENV_PREFIX) and text.strip() and not is_other:
+            yield name, text, f"{variable}="
+
+
+def _checked_environment() -> Iterator[tuple[str, str, str]]:
+    """Yield what `_environment` does, without unknown names, which are told. Raises `ConfigError` for misspelt ones."""
+    spellings = spellings_of(ServerArgs)
+    for name, text, source in _environment():
+        if name in spellings or sentence_for(name):
+            yield name, text, source
             continue
-        if OF_A_SERVICE.fullmatch(f"{name}={text}"):
-            continue
-        if name not in spellings and not sentence_for(name):
-            if close := near_miss(name, {*spellings, *OTHER_VARIABLES}):
-                raise ConfigError(f"{variable} is not an option; did you mean {ENV_PREFIX}{close.upper()}?")
-            print(f"minisgl: the environment variable {variable} is not an option and is ignored", file=sys.stderr)
-            continue
-        given.append((name, text, f"{variable}: ", f"{variable}="))
-    return named_values(given, ServerArgs, is_text=True)
+        variable = source.rstrip("=")
+        if close := near_miss(name, {*spellings, *OTHER_VARIABLES}):
+            raise ConfigError(f"{variable} is not an option; did you mean {ENV_PREFIX}{close.upper()}?")
+        print(f"minisgl: the environment variable {variable} is not an option and is ignored", file=sys.stderr)
 
 
 # -- the file
 
 
-def _read_file(path: Path, shown: str) -> dict[str, Any]:
-    """Return the options that the file sets; null means unset. Errors name the file, the line and the key."""
-    pairs = [(key, value, f"{shown}, line {line}: ") for key, value, line in _pairs(path)]
-    given = [(key, value, where, f"{where}{key}=") for key, value, where in pairs if value is not None]
-    return named_values(given, ServerArgs)
-
-
-def _pairs(path: Path) -> Iterator[tuple[Any, Any, int]]:
-    """Yield (key, value, line) of each entry of the file's mapping."""
+def _file_entries(shown: str) -> Iterator[tuple[Any, Any, str]]:
+    """Yield (spelling, value, what is before the value) of each entry of the file's mapping; null means unset."""
     import yaml  # only needed if there is a file
 
+    path = Path(shown).expanduser()
     try:
         loader = yaml.SafeLoader(path.read_text(encoding="utf-8"))
         node = loader.get_single_node()
         if node is not None and not isinstance(node, yaml.MappingNode):
             raise ConfigError(f"--config {path} must hold lines like `port: 8000`")
-        for key, value in () if node is None else node.value:
-            yield (
-                loader.construct_object(key, deep=True),
-                loader.construct_object(value, deep=True),
-                key.start_mark.line + 1,
-            )
+        for key_node, value_node in () if node is None else node.value:
+            key, value = (loader.construct_object(each, deep=True) for each in (key_node, value_node))
+            yield key, value, f"{shown}, line {key_node.start_mark.line + 1}: {key}="
     except OSError as e:
         raise ConfigError(f"cannot read --config {path}: {e.strerror}") from e
     except UnicodeDecodeError as e:
@@ -321,13 +315,12 @@ def as_written(message: str, given: Iterable[tuple[Any, str]]) -> str:
     last of several for one option counts.
     """
     spellings, options = spellings_of(ServerArgs), options_of(ServerArgs).values()
-    known = [(spellings[_words(str(name))].option, source) for name, source in given if _words(str(name)) in spellings]
-    sources = {option.name: source for option, source in known}
+    sources = {option.name: source for name, source in given if (option := spellings.get(_words(str(name))))}
     words = "|".join(re.escape(str(choice)) for option in options for choice in option.choices)
 
     def rename(match: re.Match[str]) -> str:
-        spelling = spellings.get(_words(match[1]))
-        source = match[0] if spelling is None else sources.get(spelling.option.name, match[0])
+        option = spellings.get(_words(match[1]))
+        source = match[0] if option is None else sources.get(option.name, match[0])
         return source if match[2] else source.rpartition(": ")[2].rstrip("= ")
 
     return re.sub(rf"(?<![\w-])--([a-z][\w-]*)( (?=[\d'\"/~.]|(?:{words})\b))?", rename, message)
@@ -339,7 +332,7 @@ def as_typed(error: MinisglError, options: argparse.Namespace) -> str:
     given: list[tuple[Any, str]] = []
     if path := vars(options).get("config", _config_in_environment()):
         with contextlib.suppress(ConfigError):  # a file that cannot be read: `error` is about that
-            given = [(key, f"{path}, line {line}: {key}=") for key, _, line in _pairs(Path(path).expanduser())]
-    given += [(name.removeprefix(ENV_PREFIX).lower(), f"{name}=") for name in os.environ if name.startswith(ENV_PREFIX)]
+            given = [(name, source) for name, _, source in _file_entries(path)]
+    given += [(name, source) for name, _, source in _environment()]
     given += [(flag.lstrip("-"), f"{flag} ") for flag in getattr(options, "written", [])]
     return as_written(str(cause), given)

@@ -12,8 +12,8 @@ import pytest
 
 from minisgl.checkpoint.hf import BUILTIN_MODEL
 from minisgl.errors import ConfigError
+from minisgl.launch.children import divided
 from minisgl.launch.launch import check_args
-from minisgl.launch.replicas import divided
 from minisgl.settings.options import EngineConfig, SchedulerConfig, ServerArgs
 
 

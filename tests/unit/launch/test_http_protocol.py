@@ -98,7 +98,7 @@ def app() -> Application:
 @pytest.fixture
 def connect(app: Application, monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable[[], Client]]:
     """Connections to a server that allows four, with short deadlines."""
-    for name, seconds in {"HEAD_S": 1.0, "IDLE_S": 1.0, "LINGER_S": 0.5, "SWEEP_S": 0.05}.items():
+    for name, seconds in {"HEAD_S": 1.0, "IDLE_S": 1.0, "LINGER_S": 0.5}.items():
         monkeypatch.setattr(http_protocol, name, seconds)
     protocol: Any = partial(BoundedHttpProtocol, Connections(4))
     server = uvicorn.Server(uvicorn.Config(app, http=protocol, lifespan="off", log_config=None, timeout_keep_alive=30))

@@ -428,7 +428,7 @@ def test_progress_is_shown_on_a_terminal_only(
         ({"cache_type": "magic"}, "radix"),
         ({"attention_backend": "magic"}, "reference"),
         ({"device": "tpu"}, "device"),
-        ({"no_such_option": 1}, "there is no option"),
+        ({"no_such_option": 1}, "no_such_option is not an option"),
         ({"model": "/no/such/folder"}, "does not exist"),
         ({"model_path": "/no/such/folder"}, "does not exist"),
         ({"tp_siz": 2}, "did you mean tp_size"),

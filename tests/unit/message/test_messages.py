@@ -122,7 +122,7 @@ def test_bytes_that_are_not_whole_ids_are_refused() -> None:
 
 
 LIGHT = {
-    "api": "minisgl.__main__, minisgl.launch.launch, minisgl.api.app, minisgl.launch.http_server",
+    "api": "minisgl.__main__, minisgl.launch.launch, minisgl.api.app, minisgl.launch.supervisor",
     "tokenizer": "minisgl.tokenizer.server, minisgl.process.processes, minisgl.launch.launch",
     "messages": "minisgl.message, minisgl.core, minisgl.settings.options",
     "chat": "minisgl.chat.shell, minisgl.chat.client",

@@ -12,7 +12,7 @@ import pytest
 
 from minisgl.message import AbortMsg, TokenizerMsg
 from minisgl.process import queues
-from minisgl.process.queues import Codec, ZmqAsyncPullQueue, ZmqAsyncPushQueue, ZmqPullQueue, ZmqPushQueue
+from minisgl.process.queues import Codec, ZmqAsyncPullQueue, ZmqPullQueue, ZmqPushQueue
 from support.processes import PATIENCE_S
 
 CODEC: Codec[TokenizerMsg] = Codec(TokenizerMsg)
@@ -104,7 +104,7 @@ def test_put_does_not_block_before_the_receiver_has_bound(push: ZmqPushQueue[Tok
 def test_async_queues_keep_the_order(addr: str) -> None:
     async def run() -> list[TokenizerMsg]:
         pull: ZmqAsyncPullQueue[TokenizerMsg] = ZmqAsyncPullQueue(addr, CODEC)
-        push: ZmqAsyncPushQueue[TokenizerMsg] = ZmqAsyncPushQueue(addr, CODEC)
+        push: ZmqPushQueue[TokenizerMsg] = ZmqPushQueue(addr, CODEC)
         got: list[TokenizerMsg] = []
 
         async def receive() -> None:
@@ -113,7 +113,7 @@ def test_async_queues_keep_the_order(addr: str) -> None:
 
         receiver = asyncio.create_task(receive())
         for uid in range(300):
-            await push.put([AbortMsg(uid)])
+            push.put([AbortMsg(uid)])
             if uid % 50 == 0:
                 await asyncio.sleep(0.01)
         await asyncio.wait_for(receiver, PATIENCE_S)
