@@ -193,8 +193,9 @@ class Scheduler:
             self.collect(self.launched.popleft())
 
     def _listen_seconds(self) -> float:
-        """Return how long to listen before the next step is planned: 0 if prompts wait for it, or the device idles."""
-        if not self.engine.is_async or len(self.launched) != 1 or len(self.grammars) or self.prefill.has_work:
+        """Return how long to listen before the next step is planned: 0 if the device idles, or a queue waits."""
+        backlog = self.prefill.backlog(self.pace.max_backlog)
+        if not self.engine.is_async or len(self.grammars) or self.pace.is_queue(backlog):
             return 0.0
         return self.clock.slack(time.monotonic())
 
@@ -311,7 +312,7 @@ class Scheduler:
             context = int(self.rows.cached_len[running].sum())
             num_decoded = len(running) + (0 if drafts is None else int(drafts.counts.sum()))
             loads = self.pace.loads(num_decoded, context, self.step_seconds if self.launched else 0.0)
-            budget = self.pace.budget(num_decoded, context, self.prefill.backlog(self.pace.rush_tokens))
+            budget = self.pace.budget(num_decoded, context, self.prefill.backlog(self.pace.max_backlog))
             # While running requests lack pages, new requests must not take the last ones; with `fcfs`, neither those of
             # a preempted one that a step in flight still holds.
             is_short |= self.prefill.is_fcfs and any(r.status is Status.PREEMPTED for r in self.leaving.values())
@@ -371,9 +372,9 @@ class Scheduler:
             histories = self.drafts.histories(step)
             self.drafts.advance(step.running, step.drafts)
         moves = NO_MOVES
+        context = int(self.rows.cached_len[step.running].sum())
+        self.step_seconds = self.pace.seconds(len(step.running), context, step.chunks)
         if self.cache.prefix.tiers:
-            context = int(self.rows.cached_len[step.running].sum())
-            self.step_seconds = self.pace.seconds(len(step.running), context, step.chunks)
             # Copies that take longer than the step could hold up the next one. In idle time, room is not made for any.
             most = math.ceil(min(self.pages_ahead, self.step_seconds / self.page_seconds))
             is_idle = not (len(step.running) or step.chunks)
@@ -388,7 +389,7 @@ class Scheduler:
                 self.drafts.add(req)
         self.stats.computed_prompt_tokens += len(plan.tokens)
         self.bus.publish(plan.pack)
-        self.clock.launch(time.monotonic(), is_idle=not self.launched)
+        self.clock.launch(time.monotonic(), self.step_seconds, has_prompts=bool(step.chunks))
         output = self.engine.launch(plan)
         if logger.isEnabledFor(logging.DEBUG):
             logger.debug(
@@ -407,7 +408,7 @@ class Scheduler:
 
     def collect(self, step: Launched) -> None:
         """Take in the result of the oldest step in flight, and reply in one message."""
-        result = self.clock.wait_for(step.output, is_decode=not len(step.plan.tokens))
+        result = self.clock.wait_for(step.output)
         self.bus.note_result(result.tokens)
         self._take(step, result)
         self.grammars.send_masks(self.launched, self.rows, self.bus)
