@@ -124,7 +124,7 @@ class Scheduler:
         kind = config.engine.speculate or ("auto" if has_head else "off")
         if kind != "off" and not limits.embeds:
             most = config.engine.num_draft_tokens
-            self.drafts = Drafts(self.rows, self.cache, self._constrain, costs, engine.is_async, most, kind)
+            self.drafts = Drafts(self.rows, self.cache, self.grammars.constrain, costs, engine.is_async, most, kind)
         self.replies = Replies(io)
         self.live: dict[int, Req] = {}  # every accepted request that is not released yet
         self.leaving: dict[int, Req] = {}  # of those, ended or preempted ones that a step in flight holds
@@ -152,12 +152,11 @@ class Scheduler:
         if engine.spec.pooling == "mean":
             config = replace(config, cache_type="naive")  # a cached prefix has no hidden states to pool
         compiler = TriedCompiler(engine.spec.folder, engine.limits.vocab_size, engine.eos_token_ids)
-        arguments = config, engine, io, Grammars(compiler), group.bus
         if config.record is None:
-            return cls(*arguments)
-        from minisgl.scheduler.record import RecordingScheduler
+            return cls(config, engine, io, Grammars(compiler), group.bus)
+        from minisgl.scheduler.record import recorded
 
-        return RecordingScheduler(*arguments)
+        return recorded(config, engine, io, Grammars(compiler), group.bus)
 
     # -- the cycle
 
@@ -206,7 +205,10 @@ class Scheduler:
         for msg in messages:
             self.handle(msg)
         for req, error in self.grammars.take():
-            self._queue_compiled(req, error)
+            if error is None:
+                self.prefill.add(req)
+            else:
+                self.finish(req, endings.failed(req.uid, error))
         self._refuse_late()
         while self.grammars.hold_up(self.launched):  # only with more than one step in flight
             self.collect(self.launched.popleft())
@@ -287,13 +289,6 @@ class Scheduler:
                 continue
             if len(req.ids) == req.prompt_len:  # not preempted
                 self.finish(req, endings.too_late(req, self._max_queue_time))
-
-    def _queue_compiled(self, req: Req, error: RequestError | None) -> None:
-        """Queue a request whose grammar is compiled, or refuse it with `error`."""
-        if error is not None:
-            self.finish(req, endings.failed(req.uid, error))
-        else:
-            self.prefill.add(req)
 
     # -- plan and launch
 
@@ -407,14 +402,12 @@ class Scheduler:
     # -- results
 
     def collect(self, step: Launched) -> None:
-        """Take in the result of the oldest step in flight, and reply in one message."""
+        """Confirm the tokens of the oldest step in flight, and reply in one message.
+
+        One token of each row at a time: a request may end before its last draft.
+        """
         result = self.clock.wait_for(step.output)
         self.bus.note_result(result.tokens)
-        self._take(step, result)
-        self.grammars.send_masks(self.launched, self.rows, self.bus)
-
-    def _take(self, step: Launched, result: StepResult) -> None:
-        """Confirm the step's tokens, one of each row at a time: a request may end before its last draft."""
         self.rows.retired = step.plan.step
         self.cache.lower_fences()
         drafted = right = 0
@@ -433,6 +426,7 @@ class Scheduler:
         if self.cache.bounded is not None:
             self.cache.bounded.settle(step.plan)
         self._share_prefixes(step.prompts)
+        self.grammars.send_masks(self.launched, self.rows, self.bus)
 
     def _confirm(self, wave: Wave, result: StepResult) -> tuple[Index, Ints, Index]:
         """Append the sampled tokens to their requests; a request with non-finite logits ends without one.
@@ -469,18 +463,10 @@ class Scheduler:
         """End the requests that are complete with their newest token (`endings.py`)."""
         rows = self.rows
         if self.grammars.num_followed:
-            maybe_ended = np.union1d(maybe_ended, self._follow(sampled, tokens))
+            maybe_ended = np.union1d(maybe_ended, self.grammars.follow(rows, sampled, tokens))
         for req, token in zip(rows.holders(sampled[maybe_ended]), tokens[maybe_ended].tolist(), strict=True):
             if (end := endings.ended_by(req, token, int(rows.confirmed_len[req.row]), rows.eos_ids)) is not None:
                 self.finish(req, end)
-
-    def _follow(self, sampled: Index, tokens: Ints) -> Index:
-        """Return the indices of the rows `sampled` [n] whose grammar ends with their new token."""
-        return self.grammars.follow(self.rows, sampled, tokens)
-
-    def _constrain(self, req: Req, guess: Ints) -> tuple[Ints, bool]:
-        """Return the drafts of a request with a grammar, and whether it forces them; without one, the `guess`."""
-        return (guess, False) if req.matcher is None else self.grammars.proposal(req, guess)
 
     def _share_prefixes(self, prompts: list[Req]) -> None:
         """Insert computed prompts into the prefix cache, and release the requests that this step alone still held."""
