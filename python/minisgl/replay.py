@@ -64,7 +64,8 @@ class Replay:
         grammars = _Grammars(self)
         self.scheduler = Scheduler(header.config, engine, self._io, grammars, clock=lambda: self.entry.now)
         limits = msgspec.structs.replace(header.limits, vocab_size=2**31)  # hashes may stand for token ids
-        self.scheduler.admission = Admission(header.config, limits, self.scheduler.cache.arena.most_pages * header.page_size)
+        pool_tokens = self.scheduler.cache.arena.most_pages * header.page_size
+        self.scheduler.admission = Admission(header.config, limits, pool_tokens)
 
     def _frame(self) -> memoryview | None:
         """Return the next frame of the file; None at the end, or if the last frame is cut off."""

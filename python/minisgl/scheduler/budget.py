@@ -216,6 +216,11 @@ class StepClock:
             self._started = now
         self._launched.append((has_prompts, predicted))
 
+    @property
+    def predicted(self) -> float:
+        """The predicted seconds of the newest step in flight; 0 if there is none."""
+        return self._launched[-1][1] if self._launched else 0.0
+
     def wait_for(self, output: StepOutput) -> StepResult:
         """Block until the oldest step in flight is done, and return its result."""
         asked = time.monotonic()

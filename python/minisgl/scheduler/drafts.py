@@ -29,8 +29,12 @@ if TYPE_CHECKING:
     from minisgl.core import BatchPlan, Ints, StepResult
     from minisgl.layout import Records
     from minisgl.scheduler.cache import CacheManager
+    from minisgl.scheduler.plan import StepEngine
     from minisgl.scheduler.req import Req
     from minisgl.scheduler.rows import Index, Rows
+    from minisgl.settings.options import EngineConfig
+
+    Constrain = Callable[[Req, Ints], tuple[Ints, bool]]
 
 # The weight that a row's acceptance estimate keeps after a step with drafts, a step without, and a pause.
 MEMORY, IDLE_MEMORY, PAUSE_MEMORY = 0.9, 0.98, 0.5
@@ -67,7 +71,7 @@ class Drafts:
         self,
         rows: Rows,
         cache: CacheManager,
-        constrain: Callable[[Req, Ints], tuple[Ints, bool]],
+        constrain: Constrain,
         costs: StepCosts | None,
         is_async: bool,
         most: int,
@@ -380,6 +384,18 @@ class Drafts:
     def _forget(self, rows: npt.NDArray[np.intp], memory: float) -> None:
         self.right[:, rows] *= memory
         self.tried[:, rows] *= memory
+
+
+def create_drafts(
+    config: EngineConfig, engine: StepEngine, rows: Rows, cache: CacheManager, constrain: Constrain
+) -> Drafts | None:
+    """Return the drafts of a scheduler; None if there are none."""
+    costs = engine.step_costs()
+    has_head = costs is not None and bool(costs.proposed)  # the engine found one that ships with the model
+    kind = config.speculate or ("auto" if has_head else "off")
+    if kind == "off" or engine.limits.embeds:
+        return None
+    return Drafts(rows, cache, constrain, costs, engine.is_async, config.num_draft_tokens, kind)
 
 
 def _record(req: Req, first: int, tokens: Ints, length: int) -> tuple[Ints, Ints]:
