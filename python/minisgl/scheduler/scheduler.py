@@ -332,7 +332,9 @@ class Scheduler:
         if self.drafts is not None:
             histories = self.drafts.histories(step)
             self.drafts.advance(step.running, step.drafts)
-        context = int(self.rows.cached_len[step.running].sum())
+        # Of steps that only decode, the clock compares the time with that of the last ones: their context is the same.
+        counts_context = step.chunks or self.cache.prefix.tiers
+        context = int(self.rows.cached_len[step.running].sum()) if counts_context else 0
         seconds = self.pace.seconds(len(step.running), context, step.chunks)
         moves = self.cache.take_moves(seconds, is_idle=not (len(step.running) or step.chunks))
         plan = step.make_plan(self.step_number, self.rows, histories, moves)
