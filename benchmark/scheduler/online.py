@@ -28,6 +28,7 @@ os.environ["MINISGL_CHECK"] = "0"
 import numpy as np
 
 from minisgl.core import BatchPlan, StepCosts, StepResult
+from minisgl.kvcache.arena import Blocks
 from minisgl.layout import Flag
 from minisgl.message import BackendMsg, DetokenizeMsg, UserMsg, ids_to_bytes
 from minisgl.params import Limits, SamplingParams
@@ -55,7 +56,7 @@ class Device:
     bounded = ()
     eos_token_ids = frozenset({1})
     limits = Limits(max_model_len=131_072, vocab_size=150_000)
-    max_running_requests, page_size, num_pages = 256, 64, 8192
+    max_running_requests, page_size, blocks = 256, 64, Blocks(8192)
 
     def __init__(self) -> None:
         self.now = 0.0
