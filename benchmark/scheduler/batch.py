@@ -83,6 +83,9 @@ class SimulatedEngine:
     def shutdown(self) -> None:
         pass
 
+    def describe(self) -> dict[str, str | int | float]:
+        return {}
+
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
