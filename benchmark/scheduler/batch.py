@@ -19,6 +19,7 @@ import numpy as np
 from minisgl import LLM, SamplingParams
 from minisgl.bench.workloads import WORKLOADS, OfflineArgs, make_workloads
 from minisgl.core import BatchPlan, StepCosts, StepResult
+from minisgl.kvcache.arena import Blocks
 from minisgl.layout import Flag
 from minisgl.params import Limits
 from minisgl.scheduler.scheduler import Scheduler
@@ -51,7 +52,7 @@ class SimulatedEngine:
     bounded = ()
     eos_token_ids = frozenset({1})
     limits = Limits(max_model_len=16_384, vocab_size=150_000)
-    max_running_requests, page_size, num_pages = 256, 64, 16_384
+    max_running_requests, page_size, blocks = 256, 64, Blocks(16_384)
 
     def __init__(self, costs: StepCosts) -> None:
         self._costs = costs
@@ -81,6 +82,9 @@ class SimulatedEngine:
 
     def shutdown(self) -> None:
         pass
+
+    def describe(self) -> dict[str, str | int | float]:
+        return {}
 
 
 def main() -> None:

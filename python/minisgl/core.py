@@ -224,6 +224,17 @@ class StepCosts:
         """Seconds that `count` tokens of a prompt, from position `start` on, add to a step."""
         return self.per_token * count + self.per_pair * count * (start + count / 2)
 
+    def chunk_tokens(self, start: int, seconds: float, limit: int) -> int:
+        """Return the largest chunk from position `start` on, of at most `limit` tokens, that takes at most `seconds`.
+
+        This is the larger root of pair/2 n^2 + (token + pair start) n = seconds, in a form that is exact for pair = 0.
+        """
+        seconds = max(seconds, 0.0)
+        linear = self.per_token + self.per_pair * start
+        root = math.sqrt(linear * linear + 2 * self.per_pair * seconds)
+        count = int(min(2 * seconds / (linear + root), limit)) if linear + root > 0 else limit
+        return count - (self.chunk_seconds(start, count) > seconds)  # rounding may have added one
+
 
 @dataclass(frozen=True, slots=True)
 class StepShape:

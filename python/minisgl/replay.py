@@ -9,6 +9,7 @@ import socket
 from collections.abc import Iterator
 from concurrent.futures import Future
 from pathlib import Path
+from types import SimpleNamespace
 from typing import TYPE_CHECKING, cast
 
 import msgspec
@@ -26,7 +27,7 @@ from minisgl.layout import NO_INTS
 from minisgl.message import ids_from_bytes
 from minisgl.scheduler.grammars import Grammars
 from minisgl.scheduler.io import OfflineIO
-from minisgl.scheduler.record import Entry, Header, Result, checksum
+from minisgl.scheduler.record import Entry, Header, checksum
 from minisgl.scheduler.req import Admission, Req, Status
 from minisgl.scheduler.scheduler import Scheduler
 from minisgl.scheduler.stats import engine_view
@@ -35,7 +36,7 @@ from minisgl.settings.options import ServerArgs
 if TYPE_CHECKING:
     from minisgl.core import Ints, StepCosts
     from minisgl.errors import RequestError
-    from minisgl.scheduler.plan import Step
+    from minisgl.scheduler.plan import StepEngine
     from minisgl.scheduler.rows import Index, Rows
 
 
@@ -44,7 +45,7 @@ class ReplayError(MinisglError):
 
 
 class Replay:
-    """A scheduler that replays a record. `step` is the number of replayed entries.
+    """A scheduler whose ports are fed from a record. `step` is the number of replayed entries.
 
     Raises `ConfigError` for a file that is not a record.
     """
@@ -55,11 +56,16 @@ class Replay:
         except OSError as e:
             raise ConfigError(f"{path} cannot be read: {e.strerror}") from e
         try:
-            self.header = msgspec.msgpack.decode(self._frame() or b"", type=Header)
+            header = msgspec.msgpack.decode(self._frame() or b"", type=Header)
         except msgspec.MsgspecError as e:
             raise ConfigError(f"{path} is not a record of minisgl {minisgl.__version__}: {e}") from e
-        self.scheduler = _ReplayingScheduler(self.header)
-        self.step = 0
+        self.entry, self.step = Entry(), 0
+        self._io, engine = OfflineIO(), cast("StepEngine", _Engine(replay=self, **msgspec.structs.asdict(header)))
+        grammars = _Grammars(self)
+        self.scheduler = Scheduler(header.config, engine, self._io, grammars, clock=lambda: self.entry.now)
+        limits = msgspec.structs.replace(header.limits, vocab_size=2**31)  # hashes may stand for token ids
+        pool_tokens = self.scheduler.cache.arena.most_pages * header.page_size
+        self.scheduler.admission = Admission(header.config, limits, pool_tokens)
 
     def _frame(self) -> memoryview | None:
         """Return the next frame of the file; None at the end, or if the last frame is cut off."""
@@ -77,26 +83,35 @@ class Replay:
         while steps is None or self.step < steps:
             if (frame := self._frame()) is None:
                 return False
-            self.scheduler.replay(msgspec.msgpack.decode(frame, type=Entry))
+            self._replay(msgspec.msgpack.decode(frame, type=Entry))
             self.step += 1
         return True
+
+    def _replay(self, entry: Entry) -> None:
+        self.entry = entry
+        self._io.inbox.extend(entry.messages)
+        self.scheduler.step_number = entry.step - 1
+        self.scheduler.step()
+        self._io.replies.clear()
+        if entry.plan or entry.results:
+            raise ReplayError(f"step {entry.step} has no plan, or collects fewer results than in the record")
 
 
 class _Output:
     """A launched step. Its result is in the record."""
 
-    def __init__(self, plan: BatchPlan, results: list[Result]) -> None:
+    def __init__(self, plan: BatchPlan, replay: Replay) -> None:
         self._plan = plan
-        self._results = results
+        self._replay = replay
         self.awaits_masks = plan.awaits_masks
 
     def sample(self, masks: Ints) -> None:
         self.awaits_masks = False
 
     def wait(self) -> StepResult:
-        if not self._results:
+        if not self._replay.entry.results:
             raise ReplayError("a step collects a result that the recorded step did not collect")
-        result = self._results.pop(0)
+        result = self._replay.entry.results.pop(0)
         tokens = ids_from_bytes(result.tokens)
         finite = ids_from_bytes(result.finite) if result.finite else np.ones(len(tokens), np.int32)
         columns = len(tokens) + len(self._plan.prompt_logprob_ids)
@@ -105,22 +120,21 @@ class _Output:
         return StepResult(tokens, finite, logprobs, confirmed=confirmed, ready=ready)
 
 
-class _Engine(Header):
+class _Engine(SimpleNamespace):
     """An engine that computes nothing: its facts and results come from the record."""
 
-    results: list[Result] = msgspec.field(default_factory=list)
+    replay: Replay
 
     def launch(self, plan: BatchPlan) -> _Output:
-        return _Output(plan, self.results)
+        entry = self.replay.entry
+        if checksum(plan) != entry.plan:
+            raise ReplayError(f"step {entry.step} has another plan than in the record: {plan.slots}")
+        entry.plan = 0
+        return _Output(plan, self.replay)
 
     def step_costs(self) -> StepCosts | None:
-        return self.costs
-
-    def shutdown(self) -> None:
-        pass
-
-    def describe(self) -> dict[str, str | int | float]:
-        return {}
+        costs: StepCosts | None = self.costs
+        return costs
 
 
 class _Matcher:
@@ -138,16 +152,16 @@ class _Matcher:
 class _Grammars(Grammars):
     """Grammars that become ready and end when they did in the record."""
 
-    def __init__(self) -> None:
+    def __init__(self, replay: Replay) -> None:
         super().__init__()
-        self.entry = Entry()
+        self._replay = replay
 
     def submit(self, req: Req) -> None:
         self._jobs[req.uid] = req, Future(), 0.0
         req.status = Status.COMPILING
 
     def take(self) -> Iterator[tuple[Req, RequestError | None]]:
-        for uid, failure in self.entry.compiled:
+        for uid, failure in self._replay.entry.compiled:
             req = self._jobs.pop(uid)[0]
             if failure is None:
                 req.matcher = _Matcher()  # type: ignore[assignment]
@@ -158,45 +172,16 @@ class _Grammars(Grammars):
     def wait(self, seconds: float) -> None:
         pass
 
+    def constrain(self, req: Req, guess: Ints) -> tuple[Ints, bool]:
+        count, is_forced = self._replay.entry.drafts.pop(0)
+        return np.zeros(count, np.int32), is_forced
+
     def follow(self, rows: Rows, sampled: Index, tokens: Ints) -> Index:
-        ended = self.entry.ended.pop(0)
+        ended = self._replay.entry.ended.pop(0)
         for (_, failure), req in zip(ended, rows.holders(sampled[[i for i, _ in ended]]), strict=True):
             matcher = cast("_Matcher", req.matcher)
             matcher.is_complete, matcher.error = failure is None, failure.error() if failure else None
         return np.array([i for i, _ in ended], np.intp)
-
-
-class _ReplayingScheduler(Scheduler):
-    def __init__(self, header: Header) -> None:
-        self._device = _Engine(**msgspec.structs.asdict(header))
-        self._channels = OfflineIO()
-        self._answers = _Grammars()
-        clock = lambda: self._answers.entry.now  # noqa: E731
-        super().__init__(header.config, self._device, self._channels, self._answers, clock=clock)
-        limits = msgspec.structs.replace(header.limits, vocab_size=2**31)  # hashes may stand for token ids
-        self.admission = Admission(header.config, limits, self.cache.arena.most_pages * header.page_size)
-
-    def replay(self, entry: Entry) -> None:
-        """Run one step. Raises `ReplayError` if its plan differs from the record."""
-        self._answers.entry = entry
-        self._channels.inbox.extend(entry.messages)
-        self._device.results.extend(entry.results)
-        self.step_number = entry.step - 1
-        self.step()
-        self._channels.replies.clear()
-        if entry.plan or self._device.results:
-            raise ReplayError(f"step {entry.step} has no plan, or collects fewer results than in the record")
-
-    def _constrain(self, req: Req, guess: Ints) -> tuple[Ints, bool]:
-        count, is_forced = self._answers.entry.drafts.pop(0)
-        return np.zeros(count, np.int32), is_forced
-
-    def launch(self, step: Step) -> None:
-        super().launch(step)
-        plan, entry = self.launched[-1].plan, self._answers.entry
-        if checksum(plan) != entry.plan:
-            raise ReplayError(f"step {entry.step} has another plan than in the record: {plan.slots}")
-        entry.plan = 0
 
 
 # -- the command

@@ -162,6 +162,9 @@ class FakeEngine:
     def describe(self) -> dict[str, str | int | float]:
         return {"model": "fake"}
 
+    def shutdown(self) -> None:
+        pass
+
     def step_costs(self) -> StepCosts | None:
         return self.costs
 

@@ -24,28 +24,22 @@ if TYPE_CHECKING:
 FLOOR_TOKENS: Final = 64
 # The default target. Streams are then faster than people read, and a step is long enough to spend most of its time on
 # the prompt: a step with a fixed cost of 7 ms spends three quarters of it, on 1,024 tokens of an 8B model beside 64
-# streams. Steps may take 8 % longer when the device has reached its power limit. If decoding alone takes more than half
-# of the target, prompts may double the step's time: with a fixed target they would get only the minimum.
-AUTO_TARGET_S: Final = 0.029
-AUTO_STRETCH: Final = 2.0
-# While prompts wait, a step may take as long as all waiting prompts but the longest, up to this limit. A queue is then
-# served at nearly the full rate: streams stutter for a moment, but the last request of the queue waits half as long.
-# The longest prompt does not count, since it runs last and no other request waits for it.
-AUTO_RUSH_S: Final = 0.075
-# If no stream runs, a step is limited to this time, so that new requests need not wait long, but it has at least
-# TILE_TOKENS. Such steps compute prompts of 8B on a GPU at nearly the full rate. On a CPU, 128 tokens are enough for
-# it.
-ALONE_S: Final = 0.1
+# streams. Steps may take 8 % longer when the device has reached its power limit.
+TARGET_S: Final = 0.029
+# The limit of a step that serves a queue of prompts, or runs beside no stream. Such steps compute prompts of 8B on a
+# GPU at nearly the full rate, and new requests need not wait long.
+QUEUE_S: Final = 0.075
+# On a CPU the limit is this many times the base cost. It computes a few dozen tokens at nearly the full rate, and a new
+# request waits for the step in flight and joins the next one.
+SYNC_STEP: Final = 8
+STRETCH: Final = 2.0  # if decoding alone takes more than half of the limit, prompts may double the step's time
 # A step that cuts a prompt has whole tiles of TILE_TOKENS, since kernels for other numbers of rows may not be loaded
 # yet (`triton/cublas.py`). If the pace allows three times this number, the budget is a multiple of it: 8B computes
 # 44,500 tokens/s in steps of 3,072, 43,900 in steps of 3,328, and 42,700 in steps of 3,200.
 LARGE_TILE_TOKENS: Final = 512
-# A CPU computes a few dozen tokens at nearly the full rate. There a step takes this many times its base cost, or
-# AUTO_STRETCH times the time of decoding: a new request waits for the step in flight and joins the next one.
-SYNC_STEP: Final = 8
 SYNC_TILE_TOKENS: Final = 16  # the C++ step needs no whole tiles; fewer tokens would be mostly overhead
 
-RECENT_STEPS: Final = 4  # the shortest of these predicts the time of the next
+RECENT_STEPS: Final = 4  # the fastest of these predicts the time of the next
 PLAN_MARGIN_S: Final = 0.0015  # for planning and launching
 LATE_S: Final = 0.0001  # a result that arrives within this time may have been ready earlier
 
@@ -54,7 +48,8 @@ class StepBudget:
     """What remains of one step for prompts: `tokens` and, if a pace must be kept, `seconds`.
 
     `floor` tokens are granted in any case; beyond them, chunks take no more than `seconds`. A prompt that does not fit
-    is cut so that the step has whole tiles of `tile` tokens.
+    is cut so that the step has whole tiles of `tile` tokens. With `keeps_whole`, a prompt that the next step can
+    compute as a whole is not cut for the sake of the last tokens of this one: both would have to compute a part.
     """
 
     def __init__(
@@ -64,12 +59,15 @@ class StepBudget:
         seconds: float = math.inf,
         floor: int = FLOOR_TOKENS,
         tile: int = TILE_TOKENS,
+        *,
+        keeps_whole: bool = False,
     ) -> None:
         self._tokens = tokens
         self._tile = tile
         self._floor = floor
         self._costs = costs
         self._seconds = seconds
+        self._whole = self._affordable(0) if keeps_whole else 0
 
     @property
     def is_spent(self) -> bool:
@@ -79,6 +77,8 @@ class StepBudget:
     def take(self, start: int, wanted: int, most: float = math.inf) -> int:
         """Grant a prompt up to `wanted` tokens from position `start` on, but not more than `most`; return how many."""
         count = int(max(0, min(wanted, most, self._affordable(start))))
+        if count < wanted <= self._whole and self._affordable(0) < self._whole:
+            return 0
         if count < wanted:  # cut to whole tiles
             whole = count - (count - self._tokens) % self._tile
             count = max(whole, min(count, self._floor), 0)
@@ -91,7 +91,7 @@ class StepBudget:
     def _affordable(self, start: int) -> int:
         if self._costs is None:
             return self._tokens
-        return min(self._tokens, max(self._floor, _tokens_within(self._costs, self._seconds, start, self._tokens)))
+        return min(self._tokens, max(self._floor, self._costs.chunk_tokens(start, self._seconds, self._tokens)))
 
 
 class LoadBudget:
@@ -117,10 +117,17 @@ class LoadBudget:
 
 
 class Pace:
-    """Turns the target for the time between two tokens of a stream into a budget for each step.
+    """Decides how long a step may take, from the target for the time between two tokens and the measured costs.
 
-    A step's time is predicted from costs measured at the start and not corrected by later steps. So the same requests
-    lead to the same plans; and under overlap the host could not tell queueing from computing.
+    Without a target of the user, with D seconds for decoding and Q for all waiting prompts but the longest:
+
+        seconds = max(2 D, min(max(TARGET_S, D + Q), limit)),   limit = QUEUE_S, on a CPU at most SYNC_STEP x base
+
+    So a queue is served at nearly the full rate: streams stutter for a moment, but the last request of the queue waits
+    half as long. The longest prompt does not count, since it runs last and no other request waits for it.
+
+    The costs are not corrected by later steps. So the same requests lead to the same plans; and under overlap the host
+    could not tell queueing from computing.
     """
 
     def __init__(self, config: SchedulerConfig, costs: StepCosts | None, is_async: bool = True) -> None:
@@ -133,38 +140,38 @@ class Pace:
         self.floor = min(FLOOR_TOKENS, self.tile)
         self.costs = None if target == 0 else costs
         self._measured = costs
-        self._target = AUTO_TARGET_S if target is None else target / 1e3
-        self._is_auto = target is None
-        self._most = math.inf if is_async or costs is None else SYNC_STEP * costs.base
+        self._target = None if target is None else target / 1e3
+        self._limit = QUEUE_S if is_async or costs is None else min(QUEUE_S, SYNC_STEP * costs.base)
 
     @property
-    def rush_tokens(self) -> int:
-        """The number of waiting prompt tokens beyond which steps do not grow; 0 if the user set a target."""
-        if self.costs is None or not self._is_auto or self.costs.per_token == 0:
-            return 0
-        return int(AUTO_RUSH_S / self.costs.per_token)
+    def max_backlog(self) -> int:
+        """The number of waiting prompt tokens that count: with more, steps do not grow."""
+        return 0 if self.costs is None or self.costs.per_token == 0 else int(QUEUE_S / self.costs.per_token)
+
+    def is_queue(self, backlog: int) -> bool:
+        """Whether the prompts in `backlog` take longer than a step within the target."""
+        return self._measured is not None and self._measured.per_token * backlog > (self._target or TARGET_S)
 
     def budget(self, num_running: int, context: int, backlog: int = 0) -> StepBudget:
         """Return the budget of a step in which `num_running` requests decode, with `context` tokens of K/V in total.
 
-        `backlog` is the number of tokens of all waiting prompts but the longest, counted up to `rush_tokens`.
+        `backlog` is the number of tokens of all waiting prompts but the longest, counted up to `max_backlog`.
         """
-        tokens = self.max_tokens - num_running
-        if self.costs is None:
+        tokens, costs = self.max_tokens - num_running, self.costs
+        if costs is None:
             return StepBudget(tokens)
         if num_running == 0:
-            seconds = max(ALONE_S, self.costs.base + self.costs.chunk_seconds(0, TILE_TOKENS))
-            return StepBudget(tokens, self.costs, min(seconds, self._most) - self.costs.base, self.tile, self.tile)
-        decode = self.costs.decode_seconds(num_running, context)
+            return StepBudget(tokens, costs, self._limit - costs.base, self.tile, self.tile)
+        decode = costs.decode_seconds(num_running, context)
         seconds = self._target
-        if self._is_auto:
-            rush = min(AUTO_RUSH_S, decode + self.costs.per_token * backlog)
-            seconds = max(min(max(seconds, rush), self._most), AUTO_STRETCH * decode)
-        if self.costs.per_token > 0:  # whole tiles, decoding rows included
-            capacity = num_running + int((seconds - decode) / self.costs.per_token)
+        if seconds is None:
+            seconds = max(STRETCH * decode, min(max(TARGET_S, decode + costs.per_token * backlog), self._limit))
+        if costs.per_token > 0:  # whole tiles, decoding rows included
+            capacity = num_running + int((seconds - decode) / costs.per_token)
             tile = LARGE_TILE_TOKENS if capacity >= 3 * LARGE_TILE_TOKENS else self.tile
             tokens = min(tokens, max(self.floor, capacity // tile * tile - num_running))
-        return StepBudget(tokens, self.costs, seconds - decode, self.floor, self.tile)
+        keeps_whole = not self.is_queue(backlog)
+        return StepBudget(tokens, costs, seconds - decode, self.floor, self.tile, keeps_whole=keeps_whole)
 
     def seconds(self, num_running: int, context: int, chunks: Sequence[Chunk] = ()) -> float:
         """Return the time of a step; infinite if costs were not measured, so that nothing is held back."""
@@ -179,64 +186,64 @@ class Pace:
 
         Loads that end with the step in flight delay no request. Longer ones delay running requests by at most a step.
         """
-        return LoadBudget(beside, self.seconds(num_running, context) if num_running else ALONE_S)
+        return LoadBudget(beside, self.seconds(num_running, context) if num_running else QUEUE_S)
 
     def describe(self) -> dict[str, str | int | float]:
         """Facts for the banner and /server_info."""
         if self.costs is None:
             return {"token_budget": self.max_tokens}
-        return {"token_budget": self.max_tokens, "itl_target_ms": self._target * 1e3}
+        return {"token_budget": self.max_tokens, "itl_target_ms": 1e3 * (self._target or TARGET_S)}
 
 
 class StepClock:
-    """Predicts when the device will finish the step in flight, from the latest steps that only decoded.
+    """Predicts when the device will finish the step in flight, so that the next one can be planned just before.
 
-    The next step is best planned just before that time, so that it has the requests that arrive until then. If a plan
-    came too late, the device has been idle and the step's time is unknown: the history is dropped, and the next plan
-    does not wait.
+    A plan that comes late has the requests that arrive until then. A step is expected to take its predicted time, times
+    the smallest ratio of measured to predicted time among the latest steps of its kind, with prompts or without. If a
+    plan came too late, the device has been idle and the step's time is unknown: the history is dropped, and the next
+    plan does not wait.
     """
 
     def __init__(self) -> None:
         self.seconds = 0.0  # the time of the last collected step
         self._started = 0.0
-        self._recent: deque[float] = deque(maxlen=RECENT_STEPS)
+        self._launched: deque[tuple[bool, float]] = deque()  # of each step in flight: has prompts, predicted seconds
+        self._ratios = tuple(deque[float](maxlen=RECENT_STEPS) for _ in range(2))  # without prompts, and with
 
-    def launch(self, now: float, is_idle: bool) -> None:
+    def launch(self, now: float, predicted: float, *, has_prompts: bool) -> None:
         """Record a launch; the step begins at once if the device is idle."""
-        if is_idle:
+        if not self._launched:
             self._started = now
+        self._launched.append((has_prompts, predicted))
 
-    def wait_for(self, output: StepOutput, is_decode: bool) -> StepResult:
+    @property
+    def predicted(self) -> float:
+        """The predicted seconds of the newest step in flight; 0 if there is none."""
+        return self._launched[-1][1] if self._launched else 0.0
+
+    def wait_for(self, output: StepOutput) -> StepResult:
         """Block until the oldest step in flight is done, and return its result."""
         asked = time.monotonic()
         result = output.wait()
-        self.collect(asked, time.monotonic(), is_decode)
+        self.collect(asked, time.monotonic())
         return result
 
-    def collect(self, asked: float, now: float, is_decode: bool) -> None:
+    def collect(self, asked: float, now: float) -> None:
         """Record the end of the oldest step in flight, waited for since `asked`, and the begin of the next."""
-        if now - asked < LATE_S:
-            self._recent.clear()
-        elif is_decode:
-            self._recent.append(now - self._started)
+        has_prompts, predicted = self._launched.popleft()
         self.seconds = now - self._started
+        if now - asked < LATE_S:
+            self._ratios[has_prompts].clear()
+        else:
+            self._ratios[has_prompts].append(self.seconds / predicted)
         self._started = now
 
     def slack(self, now: float) -> float:
         """Return the seconds until the next step must be planned, to begin when the one in flight ends."""
-        return max(0.0, self._started + min(self._recent) - PLAN_MARGIN_S - now) if self._recent else 0.0
-
-
-def _tokens_within(costs: StepCosts, seconds: float, start: int, limit: int) -> int:
-    """Return the largest chunk from position `start` on, of at most `limit` tokens, that takes at most `seconds`.
-
-    This is the larger root of pair/2 n^2 + (token + pair start) n = seconds, in a form that is exact for pair = 0.
-    """
-    linear = costs.per_token + costs.per_pair * start
-    root = math.sqrt(linear * linear + 2 * costs.per_pair * max(seconds, 0.0))
-    count = 2 * max(seconds, 0.0) / (linear + root) if linear + root > 0 else math.inf
-    most = int(min(count, limit))
-    # Rounding may have added one.
-    while most > 0 and costs.chunk_seconds(start, most) > seconds:
-        most -= 1
-    return most
+        if len(self._launched) != 1:
+            return 0.0
+        has_prompts, predicted = self._launched[0]
+        ratios = self._ratios[has_prompts]
+        if not ratios or predicted == math.inf:
+            return 0.0
+        return max(0.0, self._started + min(ratios) * predicted - PLAN_MARGIN_S - now)

@@ -2,15 +2,20 @@
 
 from __future__ import annotations
 
+import math
 from collections import deque
 from collections.abc import Callable, Mapping
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Final
 
 import numpy as np
 
-from minisgl.kvcache.base import MatchResult, PrefixCache
-from minisgl.kvcache.snapshots import Reason
-from minisgl.layout import FULL
+from minisgl.errors import ConfigError
+from minisgl.kvcache import create_prefix_cache
+from minisgl.kvcache.base import MatchResult
+from minisgl.kvcache.snapshots import IdPool, Reason, Snapshots
+from minisgl.kvcache.tiers import worthwhile_tiers
+from minisgl.layout import FULL, NO_MOVES
+from minisgl.message import PrefixesMsg
 from minisgl.rounding import ceil_div
 from minisgl.routing.prefixes import salt_digest
 from minisgl.scheduler.bounded import BoundedState
@@ -19,9 +24,14 @@ if TYPE_CHECKING:
     from minisgl.core import Ints
     from minisgl.kvcache.arena import Arena
     from minisgl.kvcache.base import CacheHandle
+    from minisgl.layout import Records
     from minisgl.scheduler.budget import LoadBudget
+    from minisgl.scheduler.plan import StepEngine
     from minisgl.scheduler.req import Req
     from minisgl.scheduler.rows import Rows
+    from minisgl.settings.options import SchedulerConfig
+
+WRITE_BACK_S: Final = 0.05  # how long a new request may wait for pages that are copied to a tier in idle time
 
 
 class CacheManager:
@@ -32,17 +42,27 @@ class CacheManager:
     read them: they become free when that step is collected.
     """
 
-    def __init__(self, arena: Arena, page_size: int, prefix_cache: PrefixCache, rows: Rows) -> None:
+    def __init__(
+        self, config: SchedulerConfig, engine: StepEngine, arena: Arena, pools: list[IdPool], rows: Rows
+    ) -> None:
         self.arena = arena
         self.pages = arena.pools[FULL]
         self.num_pages = arena.blocks.ids(FULL)
-        self.page_size = page_size
-        self.prefix = prefix_cache
+        self.page_size = engine.page_size
         self.rows = rows
+        costs = engine.step_costs()
+        tiers = worthwhile_tiers(engine.tiers, engine.page_size, costs, is_fresh=config.record is not None)
+        if pools and tiers:
+            raise ConfigError("--host-kv and --disk-kv do not keep the windows and recurrent states of this model")
+        snapshots = Snapshots(pools) if pools else None
+        self.prefix = create_prefix_cache(config.cache_type, engine.page_size, tiers, snapshots)
+        computing = math.inf if costs is None else costs.per_token * engine.page_size
+        self._place_costs = [0.0, *(tier.spec.page_seconds / computing for tier in tiers)]
+        self._pages_ahead = math.ceil(2 * config.max_prefill_length / engine.page_size)  # that two steps may evict
+        self._copy_seconds = max((tier.spec.page_seconds for tier in tiers), default=0.0) or 1e-6  # of a page
         self.on_free: Callable[[list[int]], None] | None = None  # called with pages that become free; tests poison them
-        self._page_seconds = np.array([tier.spec.page_seconds for tier in prefix_cache.tiers])
+        self._page_seconds = np.array([tier.spec.page_seconds for tier in tiers])
         self._fenced: deque[tuple[int, list[int]]] = deque()
-        snapshots = prefix_cache.snapshots
         self.bounded = None if snapshots is None else BoundedState(snapshots, rows, self.make_room)
 
     def pages_for(self, num_tokens: int) -> int:
@@ -130,6 +150,28 @@ class CacheManager:
         self.rows.cached_len[req.row] = handle.num_pages * self.page_size
         if not req.is_loading:
             self.rows.set_pages(req, 0, req.pages)
+
+    def take_moves(self, seconds: float, *, is_idle: bool) -> Records:
+        """Return the copies between tiers that a step of so many `seconds` makes: no more than fit beside it."""
+        if not self.prefix.tiers:
+            return NO_MOVES
+        # In idle time, room is not made for later pages.
+        most = 0 if is_idle else math.ceil(min(self._pages_ahead, seconds / self._copy_seconds))
+        return self.prefix.take_moves(self._pages_ahead - self.free_size, most)
+
+    def write_back(self, *, lasting: bool) -> bool:
+        """Let an idle step copy cached pages to tiers; `lasting`: that outlive the process. False if none."""
+        pages = max(1, int(WRITE_BACK_S / self._copy_seconds))
+        return bool(self.prefix.tiers and self.prefix.write_back(pages, lasting=lasting))
+
+    def changes(self) -> PrefixesMsg | None:
+        """Return what has changed in the prefix cache since the last call, if a router has asked."""
+        if not (changes := self.prefix.take_changes()):
+            return None
+        hashes, places = np.array([*changes], np.uint64), np.array([*changes.values()], np.int8)
+        return PrefixesMsg(
+            page_size=self.page_size, costs=self._place_costs, hashes=hashes.tobytes(), places=places.tobytes()
+        )
 
     def drop_damaged(self, req: Req) -> bool:
         """Drop the pages that were loaded for `req`, whose logits are not finite; return false if there are none."""

@@ -29,8 +29,12 @@ if TYPE_CHECKING:
     from minisgl.core import BatchPlan, Ints, StepResult
     from minisgl.layout import Records
     from minisgl.scheduler.cache import CacheManager
+    from minisgl.scheduler.plan import StepEngine
     from minisgl.scheduler.req import Req
     from minisgl.scheduler.rows import Index, Rows
+    from minisgl.settings.options import EngineConfig
+
+    Constrain = Callable[[Req, Ints], tuple[Ints, bool]]
 
 # The weight that a row's acceptance estimate keeps after a step with drafts, a step without, and a pause.
 MEMORY, IDLE_MEMORY, PAUSE_MEMORY = 0.9, 0.98, 0.5
@@ -67,7 +71,7 @@ class Drafts:
         self,
         rows: Rows,
         cache: CacheManager,
-        constrain: Callable[[Req, Ints], tuple[Ints, bool]],
+        constrain: Constrain,
         costs: StepCosts | None,
         is_async: bool,
         most: int,
@@ -75,8 +79,8 @@ class Drafts:
     ) -> None:
         """A row drafts `most` tokens by `kind` of drafter; with auto, as many of them as pay by `costs`.
 
-        A drafter with a model (draft:PATH, or a head that auto found) has drafts behind every prompt, and reads one
-        token behind a chunk of it.
+        A drafter with a model (draft:PATH, or a head that auto found) has drafts after every prompt, and reads one
+        token after a chunk of it.
         `constrain` returns as many of a request's drafts as its grammar allows, or those that it forces, and whether
         they are forced. `is_async`: as of the engine.
         """
@@ -146,8 +150,7 @@ class Drafts:
             is_proposed &= ~(is_drafted & ~is_masked) | (expected[HOST] >= expected[DEVICE])
         counts = self._worthwhile(running, rates, is_proposed.astype(np.intp), is_drafted | is_proposed)
         if self._adapts:
-            if not counts.all():
-                self._forget(running[may_ask & (counts == 0)], IDLE_MEMORY)
+            self._forget(running[may_ask & (counts == 0)], IDLE_MEMORY)
             if not self._is_shared:
                 self._pause(running[is_found & (counts == 0)], step)
             elif self._has_model and may_ask.any() and not counts.any():
@@ -156,6 +159,16 @@ class Drafts:
             is_drafted &= (counts > 0) | in_flight
         counts[np.cumsum(counts) > max_tokens] = 0
         counts[is_masked & (np.cumsum(counts * is_masked) > MAX_DRAFT_MASKS)] = 0
+        counts = self._with_pages(running, counts)
+        if len(proposals):
+            is_used = np.zeros(rows.num_rows, np.bool_)
+            is_used[running] = is_proposed & (counts > 0)
+            proposals = proposals[is_used[proposals["row"]]]
+        return DraftSlots(is_drafted | (counts > 0), counts, proposals)
+
+    def _with_pages(self, running: Index, counts: Ints) -> Ints:
+        """Allocate pages for so many drafts of the rows `running`; return for how many there are pages."""
+        rows = self.rows
         length, limit = rows.cached_len[running], rows.limit[running]
         for i in np.flatnonzero((length + counts + 1 > limit) & (limit < rows.max_len[running] - 1)).tolist():
             req = rows.requests[running[i]]
@@ -165,12 +178,8 @@ class Drafts:
                 rows.set_pages(req, len(req.pages), pages)
                 if self.cache.bounded is not None:
                     self.cache.bounded.extend(req)
-        counts = np.minimum(counts, rows.limit[running] - length - 1).astype(np.int32)
-        if len(proposals):
-            is_used = np.zeros(rows.num_rows, np.bool_)
-            is_used[running] = is_proposed & (counts > 0)
-            proposals = proposals[is_used[proposals["row"]]]
-        return DraftSlots(is_drafted | (counts > 0), counts, proposals)
+        affordable: Ints = np.minimum(counts, rows.limit[running] - length - 1).astype(np.int32)
+        return affordable
 
     def _peek(self, step: int, running: Index) -> None:
         """Extend a pause that is about to end if n-gram lookup on the host finds no drafts worth computing.
@@ -380,6 +389,18 @@ class Drafts:
     def _forget(self, rows: npt.NDArray[np.intp], memory: float) -> None:
         self.right[:, rows] *= memory
         self.tried[:, rows] *= memory
+
+
+def create_drafts(
+    config: EngineConfig, engine: StepEngine, rows: Rows, cache: CacheManager, constrain: Constrain
+) -> Drafts | None:
+    """Return the drafts of a scheduler; None if there are none."""
+    costs = engine.step_costs()
+    has_head = costs is not None and bool(costs.proposed)  # the engine found one that ships with the model
+    kind = config.speculate or ("auto" if has_head else "off")
+    if kind == "off" or engine.limits.embeds:
+        return None
+    return Drafts(rows, cache, constrain, costs, engine.is_async, config.num_draft_tokens, kind)
 
 
 def _record(req: Req, first: int, tokens: Ints, length: int) -> tuple[Ints, Ints]:

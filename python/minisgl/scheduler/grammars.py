@@ -78,7 +78,7 @@ class Grammars:
         return matcher
 
     def forget(self, req: Req) -> None:
-        """Stop to follow `req`, which has ended; a compilation that has not begun is cancelled."""
+        """Stop following `req`, which has ended; a compilation that has not begun is cancelled."""
         self.num_followed -= req.matcher is not None
         if (job := self._jobs.pop(req.uid, None)) is not None:
             job[1].cancel()
@@ -113,12 +113,13 @@ class Grammars:
 
     # -- drafts
 
-    def proposal(self, req: Req, guess: Ints) -> tuple[Ints, bool]:
-        """Return the tokens that the grammar of `req` forces behind its confirmed text, and True.
+    def constrain(self, req: Req, guess: Ints) -> tuple[Ints, bool]:
+        """Return the tokens that the grammar of `req` forces after its confirmed text, and True.
 
-        If there are none, return as much of `guess` as the grammar allows, and False.
+        If there are none, return as much of `guess` as the grammar allows, and False. Without a grammar, that is all.
         """
-        assert req.matcher is not None, f"has no matcher: {req}"
+        if req.matcher is None:
+            return guess, False
         forced = req.matcher.forced()
         drafts = forced if len(forced) else guess[: req.matcher.count_allowed(guess)]
         return drafts[: 1 + int(DRAFT_MASKS_S / max(self._draft_mask_s, 1e-6))], len(forced) > 0

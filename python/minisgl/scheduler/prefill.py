@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import bisect
 import itertools
 import math
 import time
@@ -26,7 +25,7 @@ if TYPE_CHECKING:
 LPM_MAX_WAITING = 128
 NEIGHBOURS = 16  # waiting requests whose prompts may be found to begin like one that is admitted
 # For each of its tokens, a prompt lets this many tokens of later prompts overtake it. A larger number lowers the mean
-# time to first token in a rush, but weakens the bound on a request's wait.
+# time to first token in a queue, but weakens the bound on a request's wait.
 OVERTAKING: Final = 16
 # After this many steps at the head of the queue, a request preempts a running one that has MUCH_LONGER times as many
 # tokens to go. The preempted one's pages stay in the prefix cache, so it loses at most a page of work.
@@ -70,12 +69,13 @@ class GrowthEstimate:
 class PrefillManager:
     """Admits waiting requests and plans chunks of their prompts within a token budget.
 
-    The shortest prompt is next, even between the chunks of a longer one that is `chunked` (admitted, with a part of the
-    prompt still to be planned). But a request goes before all that are not due once it is due: when as many prompt
-    tokens have been admitted as had arrived with it, and OVERTAKING times its own. So a prompt of n tokens waits at
-    most for twice the tokens that waited before it, and 2 x OVERTAKING x n. A due request that lacks pages lets much
-    shorter ones pass, by OVERTAKING times its own tokens once more. Much shorter ones need no pages for the growth of
-    the running ones, which would be preempted before them.
+    Requests go in the order of one `key`. The shortest prompt is next, even between the chunks of a longer one that is
+    `chunked` (admitted, with a part of the prompt still to be planned). But a request is due, and goes before all that
+    are not, once as many prompt tokens have been admitted as had arrived with it, and OVERTAKING times its own. So a
+    prompt of n tokens waits at most for twice the tokens that waited before it, and 2 x OVERTAKING x n.
+
+    A due request that lacks pages lets much shorter ones pass, by OVERTAKING times its own tokens once more. Much
+    shorter ones need no pages for the growth of the running ones, which would be preempted before them.
 
     Prompts and choices of one client's request count as one: each is as long as its place says (`Req.turn_tokens`), and
     leaves some rows free.
@@ -89,52 +89,51 @@ class PrefillManager:
         self.policy = policy
         self.is_fcfs = policy == "fcfs"
         self.growth = GrowthEstimate()
-        self.waiting: list[Req] = []  # by length
-        self._by_deadline: list[Req] = []  # the same requests
+        self.waiting: list[Req] = []  # in order, unless requests have come or gone
+        self._is_sorted = True
         self.chunked: list[Req] = []
-        self._arrived = 0  # uncached prompt tokens since the start
-        self._waiting_tokens = 0  # those of the waiting requests
+        self._waiting_tokens = 0  # uncached, of the prompts in the queue
+        self._admitted = 0  # tokens since the start, with those of requests that left the queue otherwise
         self.patience = PATIENCE_STEPS
         self._head: tuple[Req | None, int] = None, 0  # the first of the waiting requests, and since which step
+
+    def key(self, req: Req) -> tuple[bool, int, int]:
+        """Return the key that orders requests."""
+        is_due = req.deadline <= self._admitted
+        return not is_due, req.deadline if is_due else req.turn_tokens, req.order
 
     def add(self, req: Req) -> None:
         """Queue a new request."""
         req.new_tokens = len(req.ids) - self._cached_len(req)
-        self._arrived += req.new_tokens
-        req.deadline = self._deadline_after(self._arrived, req)
-        self._insert(req)
+        self._insert(req, self._waiting_tokens + req.new_tokens)
 
     def put_back(self, req: Req) -> None:
         """Queue a preempted request again, with a new deadline."""
-        req.deadline = max(req.deadline, self._deadline_after(self._admitted, req))
-        self._insert(req)
+        self._insert(req, 0)
+        self._admitted -= req.new_tokens  # which count once
 
-    def _deadline_after(self, tokens: int, req: Req) -> int:
-        return 0 if self.is_fcfs else tokens + OVERTAKING * req.turn_tokens
-
-    def _insert(self, req: Req) -> None:
-        bisect.insort(self.waiting, req, key=_length)
-        bisect.insort(self._by_deadline, req, key=_deadline)
+    def _insert(self, req: Req, tokens_before: int) -> None:
+        if not self.is_fcfs:
+            req.deadline = max(req.deadline, self._admitted + tokens_before + OVERTAKING * req.turn_tokens)
+        self.waiting.append(req)
+        self._is_sorted = False
         self._waiting_tokens += req.new_tokens
 
     def remove(self, req: Req) -> None:
         if req.status is Status.WAITING:
-            for queue, key in ((self.waiting, _length), (self._by_deadline, _deadline)):
-                del queue[bisect.bisect_left(queue, key(req), key=key)]
+            self.waiting.remove(req)
+            self._is_sorted = False  # others may be due now
             self._waiting_tokens -= req.new_tokens
+            self._admitted += req.new_tokens
         elif req in self.chunked:
             self.chunked.remove(req)
 
-    @property
-    def _admitted(self) -> int:
-        """The prompt tokens admitted since the start, and those of requests that left the queue otherwise."""
-        return self._arrived - self._waiting_tokens
-
-    def _in_order(self) -> Iterator[Req]:
-        """Return the waiting requests in order; the queue may change meanwhile."""
-        now = self._admitted
-        due = list(itertools.takewhile(lambda req: req.deadline <= now, self._by_deadline))
-        return itertools.chain(due, (req for req in list(self.waiting) if req.deadline > now))
+    def in_order(self) -> list[Req]:
+        """Return a list of the waiting requests in order."""
+        if not self._is_sorted:
+            self.waiting.sort(key=self.key)
+            self._is_sorted = True
+        return self.waiting.copy()
 
     @property
     def has_work(self) -> bool:
@@ -156,22 +155,19 @@ class PrefillManager:
         """Whether a new prompt with `turn_tokens` would wait for more than `limit` tokens that it does not pass."""
         if self._waiting_tokens <= limit:
             return False
-        now = self._admitted
-        return sum(r.new_tokens for r in self.waiting if r.turn_tokens <= turn_tokens or r.deadline <= now) > limit
+        before = (r for r in self.waiting if r.turn_tokens <= turn_tokens or r.deadline <= self._admitted)
+        return sum(r.new_tokens for r in before) > limit
 
     def impatient(self, step: int) -> Req | None:
         """Return the head of the queue if it has been that for `patience` steps; call it once in each step.
 
         None with `fcfs`, where no running request arrived after the head.
         """
-        if self.is_fcfs:
-            return None
-        is_due = bool(self._by_deadline) and self._by_deadline[0].deadline <= self._admitted
         # Others than the first of a request may wait for a row while some are free.
-        head = next((req for req in (self._by_deadline if is_due else self.waiting) if not req.place), None)
+        head = next((req for req in self.in_order() if not req.place), None)
         if head is not self._head[0]:
             self._head = head, step
-        return head if step - self._head[1] >= self.patience else None
+        return None if self.is_fcfs or step - self._head[1] < self.patience else head
 
     def plan(self, budget: StepBudget, running: Index | None, loads: LoadBudget) -> list[Chunk]:
         """Return chunks of prompts within the budget, one prompt after the other.
@@ -182,26 +178,24 @@ class PrefillManager:
         the next request does not fit, only much shorter ones are admitted, but prompts already begun go on.
         """
         chunks: list[Chunk] = []
-        now = self._admitted
-        begun = deque(sorted(self.chunked, key=lambda req: _turn(req, now)))
-        waiting: Iterator[Req] = iter(())
-        reserved, longest = self.growth.tokens(*self.chunked), 0
-        is_blocked = False
+        begun = deque(sorted(self.chunked, key=self.key))
         by_prefix = self.policy == "lpm" and len(self.waiting) <= LPM_MAX_WAITING
+        waiting: Iterator[Req] = iter(())
+        reserved, longest, is_blocked = self.growth.tokens(*self.chunked), 0, False
         if running is not None and self.rows.available and not budget.is_spent:
             reserved += self.growth.tokens_of_rows(self.rows, running)
             if not self.is_fcfs:  # which preempts the newest, and not the longest
                 longest = int((self.rows.max_len[running] - self.rows.confirmed_len[running]).max(initial=0))
-            waiting = filter(self._has_row, self._by_prefix() if by_prefix else self._in_order())
+            waiting = filter(self._has_row, self._by_prefix() if by_prefix else self.in_order())
         candidate = next(waiting, None)
         while not budget.is_spent and (begun or candidate is not None):
-            if candidate is None or (begun and (by_prefix or _turn(begun[0], now) < _turn(candidate, now))):
+            if candidate is None or (begun and (by_prefix or self.key(begun[0]) < self.key(candidate))):
                 req = begun.popleft()
             elif self._admit(candidate, reserved if MUCH_LONGER * candidate.max_len > longest else 0):
                 req, candidate = candidate, next(waiting, None)
                 reserved += self.growth.tokens(req)
             else:  # the second that does not fit ends the search, since each costs a walk through the prefix cache
-                waiting = iter(()) if is_blocked or self.is_fcfs else _passing(candidate, waiting, now)
+                waiting = iter(()) if is_blocked or self.is_fcfs else self._passing(candidate, waiting)
                 is_blocked, candidate = True, next(waiting, None)
                 continue
             if req.is_loading:
@@ -211,12 +205,18 @@ class PrefillManager:
                 break
         return chunks
 
+    def _passing(self, blocked: Req, waiting: Iterator[Req]) -> Iterator[Req]:
+        """Return those of `waiting` that may pass `blocked`, which lacks pages: much shorter ones, up to a bound."""
+        if self._admitted >= blocked.deadline + OVERTAKING * blocked.turn_tokens:
+            return iter(())
+        return (req for req in waiting if MUCH_LONGER * req.max_len <= blocked.max_len)
+
     def _has_row(self, req: Req) -> bool:
         return self.rows.available > (self.rows.num_rows // KEPT_ROWS if req.place and not self.is_fcfs else 0)
 
     def _by_prefix(self) -> list[Req]:
         hits = {r.uid: self._cached_len(r) for r in self.waiting}
-        return sorted(self._in_order(), key=lambda r: -hits[r.uid])
+        return sorted(self.in_order(), key=lambda r: -hits[r.uid])
 
     def _cached_len(self, req: Req) -> int:
         """Return how many tokens of a waiting request have their K/V in the prefix cache."""
@@ -266,23 +266,3 @@ class PrefillManager:
             if bounded is not None:
                 bounded.add_chunk(req, start, stop)
         return is_complete
-
-
-def _length(req: Req) -> tuple[int, int]:
-    return req.turn_tokens, req.order
-
-
-def _deadline(req: Req) -> tuple[int, int]:
-    return req.deadline, req.order
-
-
-def _turn(req: Req, admitted: int) -> tuple[bool, int, int]:
-    """The key that sorts requests by their turn."""
-    return (False, *_deadline(req)) if req.deadline <= admitted else (True, *_length(req))
-
-
-def _passing(blocked: Req, waiting: Iterator[Req], admitted: int) -> Iterator[Req]:
-    """Return those of `waiting` that may pass `blocked`, which lacks pages: much shorter ones, for a bounded time."""
-    if admitted >= blocked.deadline + OVERTAKING * blocked.turn_tokens:
-        return iter(())
-    return (req for req in waiting if MUCH_LONGER * req.max_len <= blocked.max_len)

@@ -16,7 +16,6 @@ computes the last one, with 0 it waits for the result.
 from __future__ import annotations
 
 import logging
-import math
 import time
 from collections import deque
 from dataclasses import replace
@@ -26,18 +25,15 @@ import numpy as np
 
 from minisgl.distributed.control import PlanBus
 from minisgl.errors import ConfigError, InvariantError, RequestError
-from minisgl.kvcache import create_prefix_cache
 from minisgl.kvcache.arena import Arena
-from minisgl.kvcache.snapshots import IdPool, Snapshots
-from minisgl.kvcache.tiers import worthwhile_tiers
-from minisgl.layout import NO_INTS, NO_MOVES
+from minisgl.kvcache.snapshots import IdPool
+from minisgl.layout import NO_INTS
 from minisgl.message import (
     AbortMsg,
     BackendMsg,
     ExitMsg,
     Finished,
     FlushCacheMsg,
-    PrefixesMsg,
     TellPrefixesMsg,
     UserMsg,
     ViewMsg,
@@ -47,7 +43,7 @@ from minisgl.scheduler.budget import LoadBudget, Pace, StepClock
 from minisgl.scheduler.cache import CacheManager
 from minisgl.scheduler.check import check_idle, check_invariants
 from minisgl.scheduler.decode import DecodeManager
-from minisgl.scheduler.drafts import Drafts
+from minisgl.scheduler.drafts import create_drafts
 from minisgl.scheduler.grammars import Grammars
 from minisgl.scheduler.io import Replies
 from minisgl.scheduler.plan import Launched, Step
@@ -70,7 +66,6 @@ if TYPE_CHECKING:
 logger = logging.getLogger(__name__)
 
 COMPILE_POLL_S: Final = 0.005  # how long to wait for grammars when there is nothing else to do
-WRITE_BACK_S: Final = 0.05  # how long a new request may wait for pages that are copied to a tier in idle time
 EXIT_S: Final = 1.0  # how long the exit may take for these pages
 
 
@@ -104,27 +99,12 @@ class Scheduler:
         self.rows = Rows(
             engine.max_running_requests, max_tokens, engine.page_size, limits.vocab_size, engine.eos_token_ids
         )
-        tiers = worthwhile_tiers(engine.tiers, engine.page_size, costs, is_fresh=config.record is not None)
-        if pools and tiers:
-            raise ConfigError("--host-kv and --disk-kv do not keep the windows and recurrent states of this model")
-        snapshots = Snapshots(pools) if pools else None
-        prefix_cache = create_prefix_cache(config.cache_type, engine.page_size, tiers, snapshots)
-        self.cache = CacheManager(arena, engine.page_size, prefix_cache, self.rows)
-        computing = math.inf if costs is None else costs.per_token * engine.page_size
-        self._place_costs = [0.0, *(tier.spec.page_seconds / computing for tier in tiers)]
-        self.pages_ahead = math.ceil(2 * config.max_prefill_length / engine.page_size)  # that two steps may evict
-        self.page_seconds = max((tier.spec.page_seconds for tier in tiers), default=0.0) or 1e-6  # to copy a page
-        self.step_seconds = 0.0  # that the newest launched step takes, by its costs
+        self.cache = CacheManager(config, engine, arena, pools, self.rows)
         self.is_mixed = config.mixed_batches
         self.prefill = PrefillManager(self.cache, self.rows, config.schedule_policy)
         self.decode = DecodeManager(self.cache, self.rows)
         self.grammars = Grammars() if grammars is None else grammars
-        self.drafts: Drafts | None = None
-        has_head = costs is not None and bool(costs.proposed)  # the engine found one that ships with the model
-        kind = config.engine.speculate or ("auto" if has_head else "off")
-        if kind != "off" and not limits.embeds:
-            most = config.engine.num_draft_tokens
-            self.drafts = Drafts(self.rows, self.cache, self._constrain, costs, engine.is_async, most, kind)
+        self.drafts = create_drafts(config.engine, engine, self.rows, self.cache, self.grammars.constrain)
         self.replies = Replies(io)
         self.live: dict[int, Req] = {}  # every accepted request that is not released yet
         self.leaving: dict[int, Req] = {}  # of those, ended or preempted ones that a step in flight holds
@@ -152,12 +132,11 @@ class Scheduler:
         if engine.spec.pooling == "mean":
             config = replace(config, cache_type="naive")  # a cached prefix has no hidden states to pool
         compiler = TriedCompiler(engine.spec.folder, engine.limits.vocab_size, engine.eos_token_ids)
-        arguments = config, engine, io, Grammars(compiler), group.bus
         if config.record is None:
-            return cls(*arguments)
-        from minisgl.scheduler.record import RecordingScheduler
+            return cls(config, engine, io, Grammars(compiler), group.bus)
+        from minisgl.scheduler.record import recorded
 
-        return RecordingScheduler(*arguments)
+        return recorded(config, engine, io, Grammars(compiler), group.bus)
 
     # -- the cycle
 
@@ -193,8 +172,9 @@ class Scheduler:
             self.collect(self.launched.popleft())
 
     def _listen_seconds(self) -> float:
-        """Return how long to listen before the next step is planned: 0 if prompts wait for it, or the device idles."""
-        if not self.engine.is_async or len(self.launched) != 1 or len(self.grammars) or self.prefill.has_work:
+        """Return how long to listen before the next step is planned: 0 if the device idles, or a queue waits."""
+        backlog = self.prefill.backlog(self.pace.max_backlog)
+        if not self.engine.is_async or len(self.grammars) or self.pace.is_queue(backlog):
             return 0.0
         return self.clock.slack(time.monotonic())
 
@@ -205,7 +185,10 @@ class Scheduler:
         for msg in messages:
             self.handle(msg)
         for req, error in self.grammars.take():
-            self._queue_compiled(req, error)
+            if error is None:
+                self.prefill.add(req)
+            else:
+                self.finish(req, endings.failed(req.uid, error))
         self._refuse_late()
         while self.grammars.hold_up(self.launched):  # only with more than one step in flight
             self.collect(self.launched.popleft())
@@ -216,7 +199,8 @@ class Scheduler:
         while len(self.launched) > (0 if step is None or needs_tokens else self.depth):
             self.collect(self.launched.popleft())
         self.replies.flush()
-        self._send_prefixes()
+        if (changes := self.cache.changes()) is not None:
+            self.io.send_prefixes(changes)
         if step is None and not self.launched:
             self.grammars.wait(COMPILE_POLL_S)
         if self._check is not None:
@@ -225,19 +209,6 @@ class Scheduler:
             check_idle(self)
         if (heartbeat := self.stats.heartbeat(self, time.monotonic())) is not None:
             self.io.send_stats(heartbeat)
-
-    def _send_prefixes(self) -> None:
-        """Tell a router what has changed in the prefix cache, if one has asked."""
-        if changes := self.cache.prefix.take_changes():
-            hashes, places = np.array([*changes], np.uint64), np.array([*changes.values()], np.int8)
-            self.io.send_prefixes(
-                PrefixesMsg(
-                    page_size=self.cache.page_size,
-                    costs=self._place_costs,
-                    hashes=hashes.tobytes(),
-                    places=places.tobytes(),
-                )
-            )
 
     # -- messages
 
@@ -287,13 +258,6 @@ class Scheduler:
             if len(req.ids) == req.prompt_len:  # not preempted
                 self.finish(req, endings.too_late(req, self._max_queue_time))
 
-    def _queue_compiled(self, req: Req, error: RequestError | None) -> None:
-        """Queue a request whose grammar is compiled, or refuse it with `error`."""
-        if error is not None:
-            self.finish(req, endings.failed(req.uid, error))
-        else:
-            self.prefill.add(req)
-
     # -- plan and launch
 
     def plan(self) -> Step | None:
@@ -310,8 +274,8 @@ class Scheduler:
         if self.prefill.has_work:
             context = int(self.rows.cached_len[running].sum())
             num_decoded = len(running) + (0 if drafts is None else int(drafts.counts.sum()))
-            loads = self.pace.loads(num_decoded, context, self.step_seconds if self.launched else 0.0)
-            budget = self.pace.budget(num_decoded, context, self.prefill.backlog(self.pace.rush_tokens))
+            loads = self.pace.loads(num_decoded, context, self.clock.predicted)
+            budget = self.pace.budget(num_decoded, context, self.prefill.backlog(self.pace.max_backlog))
             # While running requests lack pages, new requests must not take the last ones; with `fcfs`, neither those of
             # a preempted one that a step in flight still holds.
             is_short |= self.prefill.is_fcfs and any(r.status is Status.PREEMPTED for r in self.leaving.values())
@@ -328,9 +292,7 @@ class Scheduler:
 
     def _write_back(self, *, lasting: bool = False) -> Step | None:
         """Return a step that copies cached pages to tiers, for idle times; `lasting`: that outlive this process."""
-        pages = max(1, int(WRITE_BACK_S / self.page_seconds))
-        has_copied = bool(self.cache.prefix.tiers) and self.cache.prefix.write_back(pages, lasting=lasting)
-        return Step(self.decode.index, []) if has_copied else None
+        return Step(self.decode.index, []) if self.cache.write_back(lasting=lasting) else None
 
     def _preempt_for(self, req: Req) -> bool:
         """Preempt the newest request that is not much shorter than others (`fcfs`: the newest), in favour of `req`.
@@ -370,14 +332,11 @@ class Scheduler:
         if self.drafts is not None:
             histories = self.drafts.histories(step)
             self.drafts.advance(step.running, step.drafts)
-        moves = NO_MOVES
-        if self.cache.prefix.tiers:
-            context = int(self.rows.cached_len[step.running].sum())
-            self.step_seconds = self.pace.seconds(len(step.running), context, step.chunks)
-            # Copies that take longer than the step could hold up the next one. In idle time, room is not made for any.
-            most = math.ceil(min(self.pages_ahead, self.step_seconds / self.page_seconds))
-            is_idle = not (len(step.running) or step.chunks)
-            moves = self.cache.prefix.take_moves(self.pages_ahead - self.cache.free_size, 0 if is_idle else most)
+        # Of steps that only decode, the clock compares the time with that of the last ones: their context is the same.
+        counts_context = step.chunks or self.cache.prefix.tiers
+        context = int(self.rows.cached_len[step.running].sum()) if counts_context else 0
+        seconds = self.pace.seconds(len(step.running), context, step.chunks)
+        moves = self.cache.take_moves(seconds, is_idle=not (len(step.running) or step.chunks))
         plan = step.make_plan(self.step_number, self.rows, histories, moves)
         if self.grammars.num_followed:
             plan = replace(plan, masks=self.grammars.plan_masks(plan, self.rows))
@@ -388,7 +347,7 @@ class Scheduler:
                 self.drafts.add(req)
         self.stats.computed_prompt_tokens += len(plan.tokens)
         self.bus.publish(plan.pack)
-        self.clock.launch(time.monotonic(), is_idle=not self.launched)
+        self.clock.launch(time.monotonic(), seconds, has_prompts=bool(step.chunks))
         output = self.engine.launch(plan)
         if logger.isEnabledFor(logging.DEBUG):
             logger.debug(
@@ -406,14 +365,12 @@ class Scheduler:
     # -- results
 
     def collect(self, step: Launched) -> None:
-        """Take in the result of the oldest step in flight, and reply in one message."""
-        result = self.clock.wait_for(step.output, is_decode=not len(step.plan.tokens))
-        self.bus.note_result(result.tokens)
-        self._take(step, result)
-        self.grammars.send_masks(self.launched, self.rows, self.bus)
+        """Confirm the tokens of the oldest step in flight, and reply in one message.
 
-    def _take(self, step: Launched, result: StepResult) -> None:
-        """Confirm the step's tokens, one of each row at a time: a request may end before its last draft."""
+        One token of each row at a time: a request may end before its last draft.
+        """
+        result = self.clock.wait_for(step.output)
+        self.bus.note_result(result.tokens)
         self.rows.retired = step.plan.step
         self.cache.lower_fences()
         drafted = right = 0
@@ -432,6 +389,7 @@ class Scheduler:
         if self.cache.bounded is not None:
             self.cache.bounded.settle(step.plan)
         self._share_prefixes(step.prompts)
+        self.grammars.send_masks(self.launched, self.rows, self.bus)
 
     def _confirm(self, wave: Wave, result: StepResult) -> tuple[Index, Ints, Index]:
         """Append the sampled tokens to their requests; a request with non-finite logits ends without one.
@@ -468,18 +426,10 @@ class Scheduler:
         """End the requests that are complete with their newest token (`endings.py`)."""
         rows = self.rows
         if self.grammars.num_followed:
-            maybe_ended = np.union1d(maybe_ended, self._follow(sampled, tokens))
+            maybe_ended = np.union1d(maybe_ended, self.grammars.follow(rows, sampled, tokens))
         for req, token in zip(rows.holders(sampled[maybe_ended]), tokens[maybe_ended].tolist(), strict=True):
             if (end := endings.ended_by(req, token, int(rows.confirmed_len[req.row]), rows.eos_ids)) is not None:
                 self.finish(req, end)
-
-    def _follow(self, sampled: Index, tokens: Ints) -> Index:
-        """Return the indices of the rows `sampled` [n] whose grammar ends with their new token."""
-        return self.grammars.follow(self.rows, sampled, tokens)
-
-    def _constrain(self, req: Req, guess: Ints) -> tuple[Ints, bool]:
-        """Return the drafts of a request with a grammar, and whether it forces them; without one, the `guess`."""
-        return (guess, False) if req.matcher is None else self.grammars.proposal(req, guess)
 
     def _share_prefixes(self, prompts: list[Req]) -> None:
         """Insert computed prompts into the prefix cache, and release the requests that this step alone still held."""

@@ -8,7 +8,7 @@ from collections.abc import Sequence
 import pytest
 
 from minisgl.core import FinishReason, StepCosts
-from minisgl.scheduler.budget import AUTO_TARGET_S
+from minisgl.scheduler.budget import TARGET_S
 from minisgl.scheduler.prefill import OVERTAKING
 from minisgl.scheduler.req import Status
 from support.fake_engine import FakeEngine
@@ -200,7 +200,7 @@ def test_a_preempted_request_returns_to_its_old_position() -> None:
     while h.scheduler.leaving:
         h.scheduler.collect(h.scheduler.launched.popleft())
     preempted = running[2]
-    waiting = h.scheduler.prefill.waiting
+    waiting = h.scheduler.prefill.in_order()
     assert [r.uid for r in waiting] == [later[1], preempted, later[0]]
     assert len(waiting[1].ids) > 40, "which is by now longer than all others"
     h.finish_all()
@@ -282,7 +282,7 @@ def test_a_lone_long_prompt_slows_no_stream_and_lets_short_prompts_pass() -> Non
         if first is None and h.outputs[short]:
             first = engine.seconds - came
     assert len(steps) > 8
-    assert max(steps) <= AUTO_TARGET_S + 1e-9
-    assert first is not None and first < 4 * AUTO_TARGET_S
+    assert max(steps) <= TARGET_S + 1e-9
+    assert first is not None and first < 4 * TARGET_S
     h.finish_all()
     h.check_outputs()

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -16,7 +17,7 @@ from minisgl.message import UserMsg, ids_from_bytes, ids_to_bytes
 from minisgl.params import SamplingParams
 from minisgl.replay import Replay, ReplayError, check
 from minisgl.scheduler import record
-from minisgl.scheduler.record import Entry, RecordingScheduler, Result, Veil
+from minisgl.scheduler.record import Entry, Result, TokenHasher, recorded
 from support import traces
 from support.fake_engine import FakeEngine
 from support.traces import Harness, run_random_trace
@@ -32,16 +33,16 @@ def options(path: str, monkeypatch: pytest.MonkeyPatch) -> dict[str, Any]:
     """Lets the harness record, with these options."""
     given: dict[str, Any] = {"record": path, "overlap": False}
 
-    def record(config: Any, *args: Any) -> RecordingScheduler:
-        return RecordingScheduler(replace(config, **given), *args)
+    def record(config: Any, *args: Any) -> Any:
+        settings = {key: value for key, value in given.items() if key != "clock"}
+        return recorded(replace(config, **settings), *args, clock=given.get("clock", time.monotonic))
 
     monkeypatch.setattr(traces, "Scheduler", record)
     return given
 
 
 def replay_of(h: Harness, path: str) -> Replay:
-    assert isinstance(h.scheduler, RecordingScheduler)
-    h.scheduler._close()
+    h.scheduler.engine.shutdown()
     replay = Replay(path)
     # What the harness has set by hand.
     replay.scheduler.depth = h.scheduler.depth
@@ -116,9 +117,8 @@ def test_a_record_that_was_cut_off_is_replayed_up_to_there(options: dict[str, An
 
 def test_requests_that_waited_too_long_are_refused_again(options: dict[str, Any], path: str) -> None:
     now = [0.0]
-    options["max_queue_time"] = 5.0
+    options |= {"max_queue_time": 5.0, "clock": lambda: now[0]}
     h = Harness(FakeEngine(rows=1, vocab=101), 0)
-    h.scheduler._clock = lambda: now[0]
     h.add([1, 2], 20, ignore_eos=True)
     late = h.add([1, 2], 20, ignore_eos=True)
     while late not in h.endings:
@@ -149,12 +149,12 @@ def test_no_token_and_no_text_of_a_request_is_in_the_file(options: dict[str, Any
 
 def test_hidden_outputs_are_the_hidden_prompts_that_repeat_them() -> None:
     """So a later turn of a conversation finds what the first has left in the cache."""
-    veil = Veil(1000, frozenset({2}))
+    hasher = TokenHasher(1000, frozenset({2}))
 
     def prompt(uid: int, ids: list[int]) -> list[int]:
         params = SamplingParams()
         entry = Entry(messages=[UserMsg(uid=uid, input_ids=ids_to_bytes(ids), sampling_params=params)])
-        veil.hide(entry, [])
+        hasher.hide(entry, [])
         assert isinstance(entry.messages[0], UserMsg)
         return ids_from_bytes(entry.messages[0].input_ids).tolist()
 
@@ -162,11 +162,11 @@ def test_hidden_outputs_are_the_hidden_prompts_that_repeat_them() -> None:
     assert first != other
     for token in (8, 2, 9):
         entry = Entry(results=[Result(ids_to_bytes([token]))])
-        veil.hide(entry, [np.array([1])])
+        hasher.hide(entry, [np.array([1])])
         first += ids_from_bytes(entry.results[0].tokens).tolist()
     drafts = Result(ids_to_bytes([20, 21, 22, 23, 30]), b"", ids_to_bytes([1, 1, 1, 0, 1]), ids_to_bytes([0] * 5))
     entry = Entry(results=[drafts])
-    veil.hide(entry, [np.array([1, 1, 1, 1, 4])])
+    hasher.hide(entry, [np.array([1, 1, 1, 1, 4])])
     hidden = ids_from_bytes(drafts.tokens).tolist()
     assert hidden[3] == 1000, "a rejected token is told"
     assert first[4] == 2
@@ -181,7 +181,7 @@ def test_a_full_disk_ends_the_record_only(options: dict[str, Any], monkeypatch: 
     options["record"] = "/dev/full"
     h = Harness(FakeEngine(vocab=101), 0)
     run(h)
-    h.scheduler._close()  # type: ignore[attr-defined]
+    h.scheduler.engine.shutdown()
     h.check_outputs()
     assert [text[:42] for text in said] == ["the record /dev/full ends here: [Errno 28]"]
 

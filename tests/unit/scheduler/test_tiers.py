@@ -125,11 +125,11 @@ def test_a_long_prefix_is_loaded_beside_a_stream(depth: int, end: str, monkeypat
 
 def test_a_request_alone_is_loaded_in_large_parts(monkeypatch: pytest.MonkeyPatch) -> None:
     """For others who may come, a part takes no longer than a step with prompts does then."""
-    monkeypatch.setattr(budget, "ALONE_S", 7e-3)
+    monkeypatch.setattr(budget, "QUEUE_S", 7e-3)
     h = small_pool([TierSpec("host", 40, 1e-3 * 0.3999)], 1)
     assert [ask(h, 100, 48), ask(h, 200, 48)] == [0, 0]
     h.engine.plans.clear()
-    monkeypatch.setattr(budget, "ALONE_S", 2e-3)
+    monkeypatch.setattr(budget, "QUEUE_S", 2e-3)
     assert ask(h, 100, 48) == 44
     counts = [int((plan.moves["kind"] == LOAD).sum()) for plan in plans(h)]
     assert [count for count in counts if count] == [5, 5, 1]
