@@ -9,7 +9,8 @@ from contextlib import contextmanager
 from functools import cache
 from importlib import import_module
 from importlib.util import find_spec
-from types import ModuleType
+from threading import Lock
+from types import ModuleType, SimpleNamespace
 from typing import Any, Final
 
 import torch
@@ -17,6 +18,7 @@ import triton.language as tl
 from torch import Tensor
 from triton import knobs
 from triton.compiler import CompiledKernel
+from triton.runtime import build
 
 from minisgl.layout import ROW, words
 
@@ -92,6 +94,26 @@ def is_noted(key: Hashable, load: Callable[[], object]) -> bool:
     return _noted is not None
 
 
+@contextmanager
+def separate_launchers() -> Iterator[None]:
+    """Give each of Triton's launchers a module of its own.
+
+    They are C modules of one name. Python loads one that it has loaded before into the newest module of that name, so
+    that one of several threads could launch a kernel with the arguments of another.
+    """
+    load, lock = build._load_module_from_path, Lock()
+
+    def load_alone(name: str, path: str) -> Any:
+        with lock:
+            return SimpleNamespace(**vars(load(name, path)))
+
+    build._load_module_from_path = load_alone
+    try:
+        yield
+    finally:
+        build._load_module_from_path = load
+
+
 class _Uncompiled:
     """A stand-in for a kernel that is not compiled yet."""
 
@@ -134,7 +156,7 @@ def compile_ahead(progress: Callable[[int, int], None] | None = None) -> Iterato
         for kernel, key in cached:
             for caches in kernel.device_caches.values():
                 caches[0].pop(key, None)
-    with ThreadPoolExecutor(min(MAX_COMPILE_THREADS, os.cpu_count() or 1)) as pool:
+    with separate_launchers(), ThreadPoolExecutor(min(MAX_COMPILE_THREADS, os.cpu_count() or 1)) as pool:
         jobs = [pool.submit(load) for load in noted.values()]
         for done, job in enumerate(as_completed(jobs), 1):
             job.result()
