@@ -1,24 +1,18 @@
-"""The types of all request and response bodies, and the one way to read a request.
+"""The types of all request and response bodies.
 
-Every optional field may be null. `api/fields.py` handles other fields. Responses are encoded from the types below,
+Every optional field may be null. `api/fields.py` reads requests. Responses are encoded from the types below,
 except stream events and the growing arrays of /generate, which are assembled from bytes. `tests/e2e/test_openapi.py`
 checks real responses against the types.
 """
 
 from __future__ import annotations
 
-import json
-import re
-import sys
-from typing import TYPE_CHECKING, Any, TypeVar
+from typing import TYPE_CHECKING, Any
 
 import msgspec
 
-from minisgl.errors import RequestError
 from minisgl.message import EngineView, StatsMsg
 from minisgl.params import NUMBERS
-
-T = TypeVar("T", bound=msgspec.Struct)
 
 # A text, token ids, or a list of texts and lists of token ids.
 Prompt = str | list[int | str | list[int]]
@@ -67,10 +61,6 @@ class GivenMessage(ChatMessage, frozen=True):
     """A message of a chat completion, and the object that the client has sent: templates may read more fields."""
 
     given: dict[str, Any] = {}
-
-
-class _Messages(msgspec.Struct, frozen=True):
-    messages: list[dict[str, Any]] | None = None
 
 
 if TYPE_CHECKING:
@@ -606,43 +596,3 @@ class EngineViewResponse(msgspec.Struct, frozen=True, kw_only=True):
     stats: StatsMsg
     replicas: list[ReplicaView]
     starting: list[int]
-
-
-def parse_body(body: bytes, kind: type[T]) -> T:
-    """Decode the JSON `body` as a `kind`. Raises `RequestError` (400) naming the invalid field."""
-    try:
-        request = _decode(body, kind)
-        if isinstance(request, ChatCompletionRequest | TokenizeRequest) and request.messages is not None:
-            pairs = zip(request.messages, _decode(body, _Messages).messages or (), strict=True)
-            messages = [GivenMessage(**msgspec.structs.asdict(m) | {"given": sent}) for m, sent in pairs]
-            request = msgspec.structs.replace(request, messages=messages)
-    except msgspec.ValidationError as e:
-        raise RequestError(_readable(str(e)), param=_field_of(str(e)), code="invalid_type") from e
-    except (ValueError, RecursionError) as e:
-        raise RequestError(f"the body is not valid JSON: {e}", code="invalid_json") from e
-    return request
-
-
-def _decode(body: bytes, kind: type[T]) -> T:
-    """Decode `body`. Integers may have any size or be written as 3.0; numbers beyond float64 become its largest."""
-    try:
-        return msgspec.json.decode(body, type=kind)
-    except msgspec.ValidationError as e:
-        if "out of range" not in str(e) and "got `float`" not in str(e):
-            raise
-    return msgspec.convert(json.loads(body, parse_float=_number, parse_constant=int), kind)  # `int` refuses NaN
-
-
-def _number(text: str) -> int | float:
-    number = max(-sys.float_info.max, min(float(text), sys.float_info.max))
-    return int(number) if number.is_integer() else number
-
-
-def _field_of(error: str) -> str | None:
-    """Return the path of the field that a msgspec error names, such as "messages[2].content"."""
-    found = re.search(r"at `\$\.?([^`]+)`", error), re.search(r"missing required field `(\w+)`", error)
-    return re.sub(r"(\[[^]]*\])+$", "", ".".join(match[1] for match in found if match)) or None
-
-
-def _readable(error: str) -> str:
-    return error.replace(" - at `$.", " at `").replace(" - at `$`", "")

@@ -13,13 +13,14 @@ from minisgl.api.chat import prepared
 from minisgl.api.http import HEADERS, NAMES
 from minisgl.api.parsers.output import OutputForms, _with_text
 from minisgl.api.parsers.pieces import ParsedCall
-from minisgl.api.protocol import ChatCompletionRequest, MessagesRequest, ResponsesRequest, parse_body
+from minisgl.api.protocol import ChatCompletionRequest, MessagesRequest, ResponsesRequest
 from minisgl.api.requests import SamplingDefaults, ServedModel
 from minisgl.errors import RequestError
 from minisgl.params import Limits
 from minisgl.settings.options import ServerArgs
 from minisgl.tokenizer.reading import Reading
 from minisgl.tokenizer.template import ChatTemplate
+from support.bodies import parse_body
 
 CHAT = [{"role": "user", "content": "x"}]
 # The switches of real families -> a template with each, which writes "on" or "off".

@@ -7,9 +7,10 @@ from typing import Any
 
 import pytest
 
-from minisgl.api.protocol import ChatCompletionRequest, parse_body
+from minisgl.api.protocol import ChatCompletionRequest
 from minisgl.api.structured import forced_functions, requested_grammar
 from minisgl.errors import RequestError
+from support.bodies import parse_body
 
 SCHEMA = {"type": "object", "properties": {"a": {"type": "integer"}}}
 TOOLS = [{"type": "function", "function": {"name": n, "parameters": SCHEMA}} for n in ("f", "g")]
@@ -60,7 +61,7 @@ def test_no_constraint_gives_no_grammar() -> None:
         ({"response_format": {"type": "json_schema"}}, "response_format"),
         ({"response_format": {"type": "json_schema", "json_schema": {"schema": "x"}}}, "response_format"),
         ({"structured_outputs": {"json": SCHEMA, "regex": "a"}}, "structured_outputs"),
-        ({"structured_outputs": {"structural_tag": "x"}}, "structured_outputs"),
+        ({"structured_outputs": {"structural_tag": "x"}}, "structured_outputs.structural_tag"),
         ({"structured_outputs": {"regex": 1}}, "structured_outputs"),
         ({"ebnf": ""}, "ebnf"),
     ],
