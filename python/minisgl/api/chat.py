@@ -6,7 +6,7 @@ from collections.abc import Callable, Mapping
 from typing import Any, Final
 
 import msgspec
-from fastapi import Request
+from starlette.requests import Request
 
 from minisgl.api.fields import unread_kwargs
 from minisgl.api.http import NAMES, report_ignored

@@ -6,18 +6,18 @@ import time
 import uuid
 from collections.abc import Iterator
 from dataclasses import dataclass
-from typing import Any, Final
+from typing import Annotated, Any, Final
 
 import msgspec
-from fastapi import FastAPI, Request, Response
+from starlette.requests import Request
+from starlette.responses import Response
 
 from minisgl.api.frontend import Receipt
-from minisgl.api.http import NAMES, read_request, to_json
-from minisgl.api.protocol import GenerateRequest, GenerateSampling
+from minisgl.api.http import NAMES, to_json
+from minisgl.api.protocol import Generated, GenerateRequest, GenerateSampling
 from minisgl.api.replies import DONE, Renderer, event, finite
 from minisgl.api.requests import (
     SamplingDefaults,
-    ServedModel,
     is_batch,
     num_choices,
     prompt_messages,
@@ -26,11 +26,11 @@ from minisgl.api.requests import (
     with_choices,
 )
 from minisgl.api.responses import response_to
+from minisgl.api.routes import SSE, Routes
 from minisgl.core import FinishReason
 from minisgl.errors import RequestError, unsupported
 from minisgl.message import TokenizeMsg, TokenLogprob, UserReply, ids_from_bytes
 from minisgl.params import MAX_LOGPROBS, Limits
-from minisgl.settings.options import ServerArgs
 
 DEFAULT_MAX_TOKENS: Final = 128  # SGLang's
 
@@ -220,16 +220,17 @@ class GenerateRenderer(Renderer):
         )
 
 
-def add_generate_route(app: FastAPI, args: ServerArgs, model: ServedModel) -> None:
+def add_generate_route(routes: Routes) -> None:
     """Add POST /generate."""
+    model = routes.model
 
-    @app.post("/generate")
-    async def generate(request: Request) -> Response:
-        body = await read_request(request, GenerateRequest, args, model.name)
+    @routes.add("POST /generate")
+    async def generate(request: Request, body: GenerateRequest) -> Annotated[Response, Generated, SSE]:
+        """Continue a text, in SGLang's shape"""
         if body.sampling_params is not None:
             request.scope[NAMES] |= {name: f"sampling_params.{name}" for name in GenerateSampling.__struct_fields__}
-        n = num_choices(_sampling_fields(body), args.max_choices)
+        n = num_choices(_sampling_fields(body), routes.args.max_choices)
         messages = with_choices(generate_messages(body, model.defaults, model.limits), n)
         is_list = n > 1 or is_batch(_requested_prompt(body)[1])
         renderer = GenerateRenderer(is_list, generation_ids(body.rid, len(messages), n, is_list), LogprobForm.of(body))
-        return response_to(app.state.frontend, messages, renderer, body.stream, n)
+        return response_to(request.app.state.frontend, messages, renderer, body.stream, n)

@@ -8,7 +8,8 @@ from collections.abc import Mapping
 from typing import Any, Final, TypeVar
 
 import msgspec
-from fastapi import Request, Response
+from starlette.requests import Request
+from starlette.responses import Response
 
 from minisgl.api.fields import read_body, told
 from minisgl.api.protocol import AnthropicError, AnthropicErrorResponse, ErrorDetail, ErrorResponse

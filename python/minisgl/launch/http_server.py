@@ -15,7 +15,7 @@ from typing import Any, Final
 
 import uvicorn
 import uvloop
-from fastapi import FastAPI
+from starlette.applications import Starlette
 
 from minisgl.api.frontend import FrontendManager
 from minisgl.errors import StartupError
@@ -43,7 +43,7 @@ class HttpServer:
 
     def __init__(
         self,
-        app: FastAPI,
+        app: Starlette,
         children: Processes,
         args: ServerArgs,
         tls: ssl.SSLContext | None = None,
