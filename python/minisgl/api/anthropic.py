@@ -12,7 +12,7 @@ from starlette.responses import Response
 
 from minisgl.api import protocol as p
 from minisgl.api.chat import json_schema_format, prepared, shared_fields
-from minisgl.api.frontend import Receipt
+from minisgl.api.frontend import Timeline
 from minisgl.api.http import anthropic_error, report_ignored, to_json
 from minisgl.api.parsers.output import TOOL_CALLS, OutputParser, Step
 from minisgl.api.parsers.pieces import Content, ParsedCall, Piece
@@ -149,7 +149,7 @@ class MessageRenderer(Renderer):
         self._blocks: list[dict[str, Any]] = []
         self._has_begun = False
 
-    def body(self, replies: list[UserReply], receipt: Receipt) -> bytes:
+    def body(self, replies: list[UserReply], timeline: Timeline) -> bytes:
         for _ in self.events(0, replies[0]):
             pass
         return to_json(self._message(replies[0], content=self._blocks, **self._end(replies[0])))
@@ -200,7 +200,7 @@ class MessageRenderer(Renderer):
             yield named_event("content_block_stop", index)
             self._blocks.append(complete)
 
-    def last_events(self, replies: list[UserReply], receipt: Receipt) -> Iterator[bytes]:
+    def last_events(self, replies: list[UserReply], timeline: Timeline) -> Iterator[bytes]:
         yield named_event("message_delta", {"delta": self._end(replies[0]), "usage": _usage(replies[0])})
         yield named_event("message_stop", {})
 

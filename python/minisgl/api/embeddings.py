@@ -11,7 +11,7 @@ from starlette.requests import Request
 from starlette.responses import Response
 
 from minisgl.api import protocol as p
-from minisgl.api.frontend import Receipt
+from minisgl.api.frontend import Timeline
 from minisgl.api.http import to_json
 from minisgl.api.requests import prompt_messages
 from minisgl.api.responses import BodyResponse
@@ -54,7 +54,7 @@ def add_embeddings_routes(routes: Routes) -> None:
             raise RequestError(error, param="model", code="unsupported_endpoint")
         length = embedder.length(dimensions)
 
-        def render(replies: list[UserReply], receipt: Receipt) -> bytes:
+        def render(replies: list[UserReply], timeline: Timeline) -> bytes:
             assert all(reply.embedding for reply in replies), "a reply without an embedding"
             tokens = sum(reply.prompt_tokens for reply in replies)
             vectors = [embedder.vector(reply.embedding, length) for reply in replies]

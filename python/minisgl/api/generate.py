@@ -12,7 +12,7 @@ import msgspec
 from starlette.requests import Request
 from starlette.responses import Response
 
-from minisgl.api.frontend import Receipt
+from minisgl.api.frontend import Timeline
 from minisgl.api.http import NAMES, to_json
 from minisgl.api.protocol import Generated, GenerateRequest, GenerateSampling
 from minisgl.api.replies import DONE, Renderer, event, finite
@@ -186,7 +186,7 @@ class GenerateRenderer(Renderer):
         self._started = time.monotonic()
         self._generations = [_Generation(logprobs) for _ in ids]
 
-    def body(self, replies: list[UserReply], receipt: Receipt) -> bytes:
+    def body(self, replies: list[UserReply], timeline: Timeline) -> bytes:
         results = [self._result(i, reply) for i, reply in enumerate(replies)]
         return to_json(results if self._is_list else results[0])
 
@@ -194,7 +194,7 @@ class GenerateRenderer(Renderer):
         extra = {"index": index} if self._is_list else {}
         yield event(to_json(self._result(index, reply) | extra))
 
-    def last_events(self, replies: list[UserReply], receipt: Receipt) -> Iterator[bytes]:
+    def last_events(self, replies: list[UserReply], timeline: Timeline) -> Iterator[bytes]:
         yield DONE
 
     def _result(self, index: int, reply: UserReply) -> dict[str, Any]:

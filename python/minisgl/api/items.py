@@ -14,7 +14,7 @@ from starlette.responses import Response
 
 from minisgl.api import protocol as p
 from minisgl.api.chat import json_schema_format, prepared, shared_fields
-from minisgl.api.frontend import Receipt
+from minisgl.api.frontend import Timeline
 from minisgl.api.http import report_ignored, to_json
 from minisgl.api.parsers.output import OutputParser, Step
 from minisgl.api.parsers.pieces import Content, ParsedCall, Reasoning
@@ -227,7 +227,7 @@ class ItemRenderer(Renderer):
         self._items: list[dict[str, Any]] = []  # the last one may be open
         self._events = 0
 
-    def body(self, replies: list[UserReply], receipt: Receipt) -> bytes:
+    def body(self, replies: list[UserReply], timeline: Timeline) -> bytes:
         for _ in self.events(0, replies[0]):
             pass
         return self._end(replies[0])
@@ -244,7 +244,7 @@ class ItemRenderer(Renderer):
             else:
                 yield from self._grow(step, piece, "incomplete" if is_cut else "completed")
 
-    def last_events(self, replies: list[UserReply], receipt: Receipt) -> Iterator[bytes]:
+    def last_events(self, replies: list[UserReply], timeline: Timeline) -> Iterator[bytes]:
         body = self._end(replies[0])
         yield self._event(f"response.{self._response.status}", response=msgspec.Raw(body))
 

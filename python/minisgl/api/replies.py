@@ -14,7 +14,7 @@ from typing import Any, Final, Protocol
 import msgspec
 
 from minisgl.api import protocol as p
-from minisgl.api.frontend import Receipt
+from minisgl.api.frontend import Timeline
 from minisgl.api.http import error_body, to_json
 from minisgl.api.parsers.output import OutputParser
 from minisgl.errors import RequestError
@@ -42,7 +42,7 @@ def failure_event(error: RequestError) -> bytes:
 class Renderer(Protocol):
     """Writes the responses of one API, as one body or as a stream."""
 
-    def body(self, replies: list[UserReply], receipt: Receipt) -> bytes:
+    def body(self, replies: list[UserReply], timeline: Timeline) -> bytes:
         """Return the response as one JSON body, from the joined replies to each generation."""
 
     def first_events(self, n: int) -> Iterator[bytes]:
@@ -52,7 +52,7 @@ class Renderer(Protocol):
     def events(self, index: int, reply: UserReply) -> Iterator[bytes]:
         """Yield the events for a reply to generation `index`."""
 
-    def last_events(self, replies: list[UserReply], receipt: Receipt) -> Iterator[bytes]:
+    def last_events(self, replies: list[UserReply], timeline: Timeline) -> Iterator[bytes]:
         """Yield the events after the last reply. `replies` are the last ones of each generation."""
 
     def failure(self, error: RequestError) -> bytes:
@@ -87,12 +87,12 @@ class OpenAIRenderer(Renderer):
         stream_head = self._head | {"object": "chat.completion.chunk" if self.is_chat else "text_completion"}
         self._chunk_head = to_json(stream_head)[:-1] + b',"choices":['
 
-    def body(self, replies: list[UserReply], receipt: Receipt) -> bytes:
+    def body(self, replies: list[UserReply], timeline: Timeline) -> bytes:
         usage = usage_of(replies, self.n)
         choices: list[Any] = [self._choice(i, reply) for i, reply in enumerate(replies)]
         response = p.ChatCompletionResponse if self.is_chat else p.CompletionResponse
         rest: dict[str, Any] = self._head | (self._prompt(0) if self.is_chat else {})
-        timing = receipt.timing(usage) if self.with_timing else None
+        timing = timeline.timing(usage) if self.with_timing else None
         return to_json(response(choices=choices, usage=usage, timing=timing, **rest))
 
     def _choice(self, index: int, reply: UserReply) -> p.ChatChoice | p.TextChoice:
@@ -180,11 +180,11 @@ class OpenAIRenderer(Renderer):
         parts.append(b"}\n\n")
         return b"".join(parts)
 
-    def last_events(self, replies: list[UserReply], receipt: Receipt) -> Iterator[bytes]:
+    def last_events(self, replies: list[UserReply], timeline: Timeline) -> Iterator[bytes]:
         usage = usage_of(replies, self.n)
         summary: dict[str, Any] = {"usage": usage} if self._with_usage else {}
         if self.with_timing:
-            summary["timing"] = receipt.timing(usage)
+            summary["timing"] = timeline.timing(usage)
         if summary:
             yield event(self._chunk_head + b"]," + to_json(summary)[1:])
         yield DONE

@@ -75,7 +75,7 @@ def request_fields(scope: Scope, status: int, seconds: float) -> dict[str, Any]:
     if submission is not None:
         replies = submission.last_replies
         usage = usage_of(replies, submission.n)
-        timing = submission.receipt.timing(usage)
+        timing = submission.timeline.timing(usage)
         fields |= {
             "prompt_tokens": usage.prompt_tokens,
             "cached_tokens": timing.cached_tokens,

@@ -11,7 +11,7 @@ from typing import Final
 from starlette.responses import Response
 from starlette.types import Receive, Scope, Send
 
-from minisgl.api.frontend import ClientGoneError, FrontendManager, Receipt, Submission, joined
+from minisgl.api.frontend import ClientGoneError, FrontendManager, Submission, Timeline, joined
 from minisgl.api.http import DROP, HEADERS, RAW_SEND, SUBMISSION
 from minisgl.api.replies import Renderer
 from minisgl.api.requests import require_answer_fits
@@ -82,7 +82,7 @@ class BodyResponse(Response):
         self,
         frontend: FrontendManager,
         messages: Sequence[TokenizeMsg],
-        render: Callable[[list[UserReply], Receipt], bytes],
+        render: Callable[[list[UserReply], Timeline], bytes],
         n: int = 1,
     ) -> None:
         """`render` makes the body. Each `n` adjacent messages are choices for one prompt."""
@@ -112,9 +112,9 @@ class BodyResponse(Response):
                 replies[index].append(reply)
         whole = [joined(parts) for parts in replies]
         if sum(1 + len(reply.logprobs) for reply in whole) > AT_ONCE:
-            body = await asyncio.to_thread(self._render, whole, submission.receipt)
+            body = await asyncio.to_thread(self._render, whole, submission.timeline)
         else:
-            body = self._render(whole, submission.receipt)
+            body = self._render(whole, submission.timeline)
         await Response(body, media_type="application/json")(scope, receive, send)
 
 
@@ -160,7 +160,7 @@ class StreamResponse(BodyResponse):
                     limit.end()
                     chunks = []
                     replies = await submission.take()
-                chunks += self._renderer.last_events([last[i] for i in sorted(last)], submission.receipt)
+                chunks += self._renderer.last_events([last[i] for i in sorted(last)], submission.timeline)
             except RequestError as e:
                 chunks.append(self._renderer.failure(e))
             limit.begin()

@@ -14,7 +14,7 @@ import pytest
 from hypothesis import example, given
 from hypothesis import strategies as st
 
-from minisgl.api.frontend import Receipt, joined
+from minisgl.api.frontend import Timeline, joined
 from minisgl.api.parsers.output import OutputForms, OutputParser
 from minisgl.api.parsers.pieces import Content, ParsedCall, Piece, Reasoning
 from minisgl.api.parsers.reasoning import REASONING_FORMS, ReasoningParser
@@ -415,7 +415,7 @@ def reply(text: str, reason: FinishReason | None = None) -> UserReply:
 def render(new: Callable[[], OutputParser], parts: list[str], reason: FinishReason) -> tuple[Any, list[Any]]:
     """(the choice of the body, the choices of the stream)"""
     replies = [*(reply(p) for p in parts[:-1]), reply(parts[-1], reason)]
-    body = OpenAIRenderer("m", True, StreamOptions(), new).body([joined(replies)], Receipt(0.0))
+    body = OpenAIRenderer("m", True, StreamOptions(), new).body([joined(replies)], Timeline(0.0))
     whole = json.loads(body)["choices"][0]
     stream = OpenAIRenderer("m", True, StreamOptions(), new)
     events = [e for r in replies for e in stream.events(0, r)]
