@@ -23,8 +23,7 @@ from starlette.types import Message
 
 from minisgl.api.frontend import Submission, Timeline
 from minisgl.api.http import DROP, HEADERS, RAW_SEND
-from minisgl.api.replies import failure_event
-from minisgl.api.responses import response_to
+from minisgl.api.responses import failure_event, response_to
 from minisgl.core import FinishReason
 from minisgl.errors import InvariantError, RequestError
 from minisgl.kvcache.tiers import TierSpec

@@ -16,9 +16,8 @@ from minisgl.api.frontend import Timeline
 from minisgl.api.http import anthropic_error, report_ignored, to_json
 from minisgl.api.parsers.output import TOOL_CALLS, OutputParser, Step
 from minisgl.api.parsers.pieces import Content, ParsedCall, Piece
-from minisgl.api.replies import Renderer, named_event
 from minisgl.api.requests import ServedModel, text_of, unsupported_type
-from minisgl.api.responses import response_to
+from minisgl.api.responses import Renderer, named_event, response_to
 from minisgl.api.routes import SSE, Routes
 from minisgl.core import FinishReason
 from minisgl.errors import RequestError
@@ -142,8 +141,8 @@ def _usage(reply: UserReply) -> p.MessageUsage:
 class MessageRenderer(Renderer):
     """Writes the answer as blocks: thinking, text, tool use. A whole answer is built from the events of its stream."""
 
-    def __init__(self, model: str, new_parser: Callable[[], OutputParser] | None) -> None:
-        self._parser = new_parser() if new_parser else OutputParser(None, None)
+    def __init__(self, model: str, new_parser: Callable[[], OutputParser]) -> None:
+        self._parser = new_parser()
         self._name = "msg_" + uuid.uuid4().hex
         self._model = model
         self._blocks: list[dict[str, Any]] = []
@@ -212,7 +211,7 @@ def add_messages_routes(routes: Routes) -> None:
     """Add POST /v1/messages and /v1/messages/count_tokens."""
     args, model = routes.args, routes.model
 
-    def read(request: Request, body: p.MessagesRequest) -> tuple[TokenizeMsg, Callable[[], OutputParser] | None]:
+    def read(request: Request, body: p.MessagesRequest) -> tuple[TokenizeMsg, Callable[[], OutputParser]]:
         conversation, left_out = chat_messages(body)
         report_ignored(request, left_out)
         # Anthropic's models reason only if they are asked to

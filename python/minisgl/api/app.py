@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 from collections.abc import AsyncIterator, Awaitable, Callable
 from contextlib import asynccontextmanager
-from typing import Annotated, Any
+from typing import Any
 
 from starlette.applications import Starlette
 from starlette.exceptions import HTTPException
@@ -15,9 +15,7 @@ from starlette.requests import ClientDisconnect, Request
 from starlette.responses import Response
 from starlette.routing import Route
 
-from minisgl.api import protocol as p
 from minisgl.api.anthropic import add_messages_routes
-from minisgl.api.chat import prepared
 from minisgl.api.embeddings import add_embeddings_routes
 from minisgl.api.frontend import FrontendManager
 from minisgl.api.gate import ANY, Access, Gate
@@ -25,19 +23,16 @@ from minisgl.api.generate import add_generate_route
 from minisgl.api.http import NAMES, error_response, json_response
 from minisgl.api.items import add_responses_routes
 from minisgl.api.metrics import Metrics
+from minisgl.api.openai import add_openai_routes
 from minisgl.api.openapi import openapi_schema
 from minisgl.api.operations import add_information_routes, add_status_routes, add_tokenizer_routes, add_view_route
 from minisgl.api.page import page_routes
-from minisgl.api.parsers.output import OutputParser
 from minisgl.api.paths import unknown_path
-from minisgl.api.replies import OpenAIRenderer
 from minisgl.api.request_log import RequestEnds, write_line
-from minisgl.api.requests import ServedModel, completion_messages, num_choices, with_choices
-from minisgl.api.responses import response_to
-from minisgl.api.routes import SSE, Routes
+from minisgl.api.requests import ServedModel
+from minisgl.api.routes import Routes
 from minisgl.api.tracing import Traces, is_traced
 from minisgl.errors import RequestError
-from minisgl.message import TokenizeMsg
 from minisgl.settings.options import ServerArgs
 
 
@@ -81,7 +76,7 @@ def create_app(args: ServerArgs, model: ServedModel) -> Starlette:
 def served_routes(args: ServerArgs, model: ServedModel) -> Routes:
     """Return the routes of the API."""
     routes = Routes(args, model)
-    _add_openai_routes(routes)
+    add_openai_routes(routes)
     add_responses_routes(routes)
     add_messages_routes(routes)
     add_generate_route(routes)
@@ -115,44 +110,3 @@ def _error_handlers(routes: list[Route]) -> dict[Any, Callable[[Request, Any], A
         ClientDisconnect: client_gone,
         Exception: internal_error,
     }
-
-
-def _add_openai_routes(routes: Routes) -> None:
-    args, model = routes.args, routes.model
-
-    async def respond(
-        request: Request,
-        body: p.ChatCompletionRequest | p.CompletionRequest,
-        messages: list[TokenizeMsg],
-        new_parser: Callable[[], OutputParser] | None = None,
-    ) -> Response:
-        n = num_choices(body, args.max_choices)
-        frontend: FrontendManager = request.app.state.frontend
-        renderer = OpenAIRenderer(
-            model.name,
-            isinstance(body, p.ChatCompletionRequest),
-            body.stream_options or p.StreamOptions(),
-            new_parser,
-            n=n,
-            # The header is for clients that cannot add fields to the body.
-            with_timing=bool(body.return_timing) or request.headers.get("x-minisgl-timing") == "1",
-            with_logprobs=messages[0].sampling_params.logprobs is not None,
-            with_usage=args.stream_usage,
-            prompt_ids=[await frontend.prompt_ids(m) for m in messages] if body.return_token_ids else None,
-        )
-        return response_to(frontend, with_choices(messages, n), renderer, body.stream, n)
-
-    @routes.add("POST /v1/chat/completions")
-    async def chat_completions(
-        request: Request, body: p.ChatCompletionRequest
-    ) -> Annotated[Response, p.ChatCompletionResponse, SSE]:
-        """Answer a chat"""
-        message, new_parser = prepared(request, body, args, model)
-        return await respond(request, body, [message], new_parser)
-
-    @routes.add("POST /v1/completions")
-    async def completions(
-        request: Request, body: p.CompletionRequest
-    ) -> Annotated[Response, p.CompletionResponse, SSE]:
-        """Continue a text"""
-        return await respond(request, body, completion_messages(body, model.defaults, model.limits))

@@ -39,8 +39,8 @@ def prepared(
     model: ServedModel,
     names: Mapping[str, str] | None = None,
     thinks: bool | None = None,
-) -> tuple[TokenizeMsg, Callable[[], OutputParser] | None]:
-    """Return the message for `chat`, and a factory of its output parser (None: it needs no parser).
+) -> tuple[TokenizeMsg, Callable[[], OutputParser]]:
+    """Return the message for `chat`, and a factory of its output parser.
 
     `names` maps fields of a chat to their names in the API of `request`. All later errors of `request` use them.
     `thinks` turns reasoning on or off if `chat` does not.

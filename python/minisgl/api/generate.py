@@ -14,8 +14,8 @@ from starlette.responses import Response
 
 from minisgl.api.frontend import Timeline
 from minisgl.api.http import NAMES, to_json
+from minisgl.api.openai import finite
 from minisgl.api.protocol import Generated, GenerateRequest, GenerateSampling
-from minisgl.api.replies import DONE, Renderer, event, finite
 from minisgl.api.requests import (
     SamplingDefaults,
     is_batch,
@@ -25,7 +25,7 @@ from minisgl.api.requests import (
     sampling_params,
     with_choices,
 )
-from minisgl.api.responses import response_to
+from minisgl.api.responses import DONE, Renderer, event, response_to
 from minisgl.api.routes import SSE, Routes
 from minisgl.core import FinishReason
 from minisgl.errors import RequestError, unsupported

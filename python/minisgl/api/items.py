@@ -18,9 +18,8 @@ from minisgl.api.frontend import Timeline
 from minisgl.api.http import report_ignored, to_json
 from minisgl.api.parsers.output import OutputParser, Step
 from minisgl.api.parsers.pieces import Content, ParsedCall, Reasoning
-from minisgl.api.replies import Renderer, named_event
 from minisgl.api.requests import ServedModel, text_of
-from minisgl.api.responses import response_to
+from minisgl.api.responses import Renderer, named_event, response_to
 from minisgl.api.routes import SSE, Routes
 from minisgl.core import FinishReason
 from minisgl.errors import RequestError, unsupported
@@ -216,13 +215,13 @@ class ItemRenderer(Renderer):
     def __init__(
         self,
         response: p.ResponseObject,
-        new_parser: Callable[[], OutputParser] | None,
+        new_parser: Callable[[], OutputParser],
         keep: Callable[[p.ResponseObject, bytes], None],
     ) -> None:
         """`keep` is called with the complete response and its JSON."""
         self._response = response
         self._namespaces = _namespaces(response.tools)
-        self._parser = new_parser() if new_parser else OutputParser(None, None)
+        self._parser = new_parser()
         self._keep = keep
         self._items: list[dict[str, Any]] = []  # the last one may be open
         self._events = 0

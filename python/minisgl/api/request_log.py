@@ -13,7 +13,7 @@ from starlette.types import ASGIApp, Message, Receive, Scope, Send
 from minisgl.api.frontend import Submission
 from minisgl.api.gate import OPEN_PATHS
 from minisgl.api.http import REQUEST_ID, SUBMISSION
-from minisgl.api.replies import usage_of
+from minisgl.api.responses import usage_of
 
 logger = logging.getLogger(__name__)
 

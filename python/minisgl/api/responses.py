@@ -1,25 +1,29 @@
-"""HTTP responses to generation requests, from submission to the last byte: one JSON body or server-sent events."""
+"""HTTP responses to generation requests, from submission to the last byte: one JSON body or server-sent events.
+
+A `Renderer` writes what is particular to an API.
+"""
 
 from __future__ import annotations
 
 import asyncio
 import logging
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from types import TracebackType
-from typing import Final
+from typing import Any, Final, Protocol
 
 from starlette.responses import Response
 from starlette.types import Receive, Scope, Send
 
+from minisgl.api import protocol as p
 from minisgl.api.frontend import ClientGoneError, FrontendManager, Submission, Timeline, joined
-from minisgl.api.http import DROP, HEADERS, RAW_SEND, SUBMISSION
-from minisgl.api.replies import Renderer
+from minisgl.api.http import DROP, HEADERS, RAW_SEND, SUBMISSION, error_body, to_json
 from minisgl.api.requests import require_answer_fits
 from minisgl.errors import RequestError
 from minisgl.message import TokenizeMsg, UserReply
 
 logger = logging.getLogger(__name__)
 
+DONE: Final = b"data: [DONE]\n\n"
 CHECKS: Final = 4  # checks of a write per time limit
 AT_ONCE: Final = 256  # generations and log-probabilities; a thread renders larger answers, without blocking others
 _STREAM_HEADERS: Final = [
@@ -27,6 +31,59 @@ _STREAM_HEADERS: Final = [
     (b"cache-control", b"no-cache"),
     (b"x-accel-buffering", b"no"),
 ]
+
+
+def event(body: bytes) -> bytes:
+    """Return a server-sent event with the data `body`."""
+    return b"data: " + body + b"\n\n"
+
+
+def named_event(name: str, fields: dict[str, Any]) -> bytes:
+    """Return a server-sent event with a name, which is also the `type` in its data."""
+    return b"event: %b\ndata: %b\n\n" % (name.encode(), to_json({"type": name} | fields))
+
+
+def failure_event(error: RequestError) -> bytes:
+    """Return the last event of a failed stream in OpenAI's format."""
+    return event(to_json(error_body(error))) + DONE
+
+
+class Renderer(Protocol):
+    """Writes the responses of one API, as one body or as a stream."""
+
+    def body(self, replies: list[UserReply], timeline: Timeline) -> bytes:
+        """Return the response as one JSON body, from the joined replies to each generation."""
+
+    def first_events(self, n: int) -> Iterator[bytes]:
+        """Yield the events at the start of a stream of `n` generations."""
+        return iter(())
+
+    def events(self, index: int, reply: UserReply) -> Iterator[bytes]:
+        """Yield the events for a reply to generation `index`."""
+
+    def last_events(self, replies: list[UserReply], timeline: Timeline) -> Iterator[bytes]:
+        """Yield the events after the last reply. `replies` are the last ones of each generation."""
+
+    def failure(self, error: RequestError) -> bytes:
+        """Return the last events of a stream that fails."""
+        return failure_event(error)
+
+
+def usage_of(replies: list[UserReply], n: int = 1) -> p.Usage:
+    """Return OpenAI's usage object, from the last reply to each generation of one request.
+
+    Each `n` adjacent generations share a prompt. It counts once, with the cached tokens of the first generation.
+    """
+    prompt = sum(r.prompt_tokens for r in replies[::n])
+    completion = sum(r.completion_tokens for r in replies)
+    drafted, accepted = sum(r.drafted_tokens for r in replies), sum(r.accepted_tokens for r in replies)
+    return p.Usage(
+        prompt_tokens=prompt,
+        completion_tokens=completion,
+        total_tokens=prompt + completion,
+        prompt_tokens_details=p.CachedTokens(sum(r.cached_tokens for r in replies[::n])),
+        completion_tokens_details=p.DraftedTokens(accepted, drafted - accepted) if drafted else None,
+    )
 
 
 class WriteTimeout:

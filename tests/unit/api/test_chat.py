@@ -11,6 +11,7 @@ import pytest
 from minisgl.api import anthropic, items
 from minisgl.api.chat import prepared
 from minisgl.api.http import HEADERS, NAMES
+from minisgl.api.openai import message_of
 from minisgl.api.parsers.output import OutputForms, _with_text
 from minisgl.api.parsers.pieces import ParsedCall
 from minisgl.api.protocol import ChatCompletionRequest, MessagesRequest, ResponsesRequest
@@ -180,7 +181,7 @@ def test_reasoning_can_be_hidden(api: str) -> None:
     model = model_with("<think></think>", "think")
     for fields, shown in (({}, "a"), ({"include_reasoning": False}, ""), ({"reasoning": {"exclude": True}}, "")):
         _, new_parser, _ = prepare(model, api, **fields)
-        message = new_parser().message("<think>a</think>b")
+        message = message_of(new_parser().feed("<think>a</think>b", is_last=True))
         assert (message.content, message.reasoning_content) == ("b", shown)
         deltas = [json.loads(d) for d in new_parser().deltas("<think>a</think>b", True)]
         assert {"content": "b"} in deltas and len(deltas) == 1 + bool(shown)
@@ -199,7 +200,7 @@ def test_custom_tool_is_a_function_of_one_text() -> None:
     assert function["parameters"]["properties"] == {"input": {"type": "string"}}
     for arguments, text in (('{"input": "a\\n\\"b"}', 'a\n"b'), ('{"patch": 1}', '{"patch": 1}'), ("{}", "{}")):
         output = f'<tool_call>{{"name": "c", "arguments": {arguments}}}</tool_call>'
-        (call,) = new_parser().message(output).tool_calls
+        (call,) = message_of(new_parser().feed(output, is_last=True)).tool_calls
         assert (call.custom.name, call.custom.input) == ("c", text)
         first, second = (json.loads(d)["tool_calls"][0] for d in new_parser().deltas(output, True))
         assert first["type"] == "custom" and first["custom"] == {"name": "c", "input": ""} and first["id"]

@@ -10,9 +10,10 @@ import numpy as np
 import pytest
 
 from minisgl.api.frontend import Timeline
+from minisgl.api.openai import OpenAIRenderer
 from minisgl.api.protocol import CompletionRequest, StreamOptions
-from minisgl.api.replies import DONE, OpenAIRenderer, usage_of
 from minisgl.api.requests import MAX_ANSWER_BYTES, num_choices, require_answer_fits, with_choices
+from minisgl.api.responses import DONE, usage_of
 from minisgl.core import FinishReason
 from minisgl.errors import RequestError
 from minisgl.message import TokenizeMsg, UserReply

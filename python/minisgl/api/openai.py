@@ -1,4 +1,4 @@
-"""Turns replies into response bodies and stream events in OpenAI's format.
+"""OpenAI's chat completions and text completions: the routes, the body and the stream.
 
 Events are byte templates around one small JSON string. This is several times cheaper than encoding an object per token.
 """
@@ -7,72 +7,43 @@ from __future__ import annotations
 
 import time
 import uuid
+from collections import defaultdict
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
-from typing import Any, Final, Protocol
+from typing import Annotated, Any, Final
 
 import msgspec
+from starlette.requests import Request
+from starlette.responses import Response
 
 from minisgl.api import protocol as p
-from minisgl.api.frontend import Timeline
-from minisgl.api.http import error_body, to_json
+from minisgl.api.chat import prepared
+from minisgl.api.frontend import FrontendManager, Timeline
+from minisgl.api.http import to_json
 from minisgl.api.parsers.output import OutputParser
-from minisgl.errors import RequestError
-from minisgl.message import TokenLogprob, UserReply, ids_from_bytes
+from minisgl.api.parsers.pieces import Content, ParsedCall, Piece, Reasoning
+from minisgl.api.requests import completion_messages, num_choices, with_choices
+from minisgl.api.responses import DONE, Renderer, event, response_to, usage_of
+from minisgl.api.routes import SSE, Routes
+from minisgl.message import TokenizeMsg, TokenLogprob, UserReply, ids_from_bytes
 
-DONE: Final = b"data: [DONE]\n\n"
 MIN_LOGPROB: Final = -9999.0  # OpenAI's value for a token of probability 0; JSON has no infinity
-
-
-def event(body: bytes) -> bytes:
-    """Return a server-sent event with the data `body`."""
-    return b"data: " + body + b"\n\n"
-
-
-def named_event(name: str, fields: dict[str, Any]) -> bytes:
-    """Return a server-sent event with a name, which is also the `type` in its data."""
-    return b"event: %b\ndata: %b\n\n" % (name.encode(), to_json({"type": name} | fields))
-
-
-def failure_event(error: RequestError) -> bytes:
-    """Return the last event of a failed stream in OpenAI's format."""
-    return event(to_json(error_body(error))) + DONE
-
-
-class Renderer(Protocol):
-    """Writes the responses of one API, as one body or as a stream."""
-
-    def body(self, replies: list[UserReply], timeline: Timeline) -> bytes:
-        """Return the response as one JSON body, from the joined replies to each generation."""
-
-    def first_events(self, n: int) -> Iterator[bytes]:
-        """Yield the events at the start of a stream of `n` generations."""
-        return iter(())
-
-    def events(self, index: int, reply: UserReply) -> Iterator[bytes]:
-        """Yield the events for a reply to generation `index`."""
-
-    def last_events(self, replies: list[UserReply], timeline: Timeline) -> Iterator[bytes]:
-        """Yield the events after the last reply. `replies` are the last ones of each generation."""
-
-    def failure(self, error: RequestError) -> bytes:
-        """Return the last events of a stream that fails."""
-        return failure_event(error)
+NO_TEXT: Final = b'{"content":""}'
 
 
 @dataclass
 class OpenAIRenderer(Renderer):
     """Writes chat completions and text completions, which differ in one object and two names.
 
-    `new_parser` makes the parser of a chat answer; without it, all text is content. Each `n` adjacent generations are
-    choices for one prompt. `with_usage` ends every stream with the usage. `prompt_ids` has the token ids of each
-    prompt, if they are to be returned.
+    `new_parser` makes the parser of a chat answer. Each `n` adjacent generations are choices for one prompt.
+    `with_usage` ends every stream with the usage. `prompt_ids` has the token ids of each prompt, if they are to be
+    returned.
     """
 
     model: str
     is_chat: bool
     options: p.StreamOptions
-    new_parser: Callable[[], OutputParser] | None = None
+    new_parser: Callable[[], OutputParser] = OutputParser
     n: int = 1
     with_timing: bool = False
     with_logprobs: bool = False
@@ -80,7 +51,7 @@ class OpenAIRenderer(Renderer):
     prompt_ids: list[list[int]] | None = None
 
     def __post_init__(self) -> None:
-        self._parsers: dict[int, OutputParser] = {}
+        self._parsers = defaultdict[int, OutputParser](self.new_parser)
         self._with_usage = self.with_usage or bool(self.options.include_usage)
         name = ("chatcmpl-" if self.is_chat else "cmpl-") + uuid.uuid4().hex
         self._head: dict[str, Any] = {"id": name, "created": int(time.time()), "model": self.model}
@@ -107,10 +78,9 @@ class OpenAIRenderer(Renderer):
             rest["token_ids"] = ids_from_bytes(reply.output_ids).tolist()
         if not self.is_chat:
             return p.TextChoice(text=reply.text, finish_reason=reason, **rest, **self._prompt(index))
-        if self.new_parser is None:
-            return p.ChatChoice(message=p.AssistantMessage(reply.text), finish_reason=reason, **rest)
         parser = self.new_parser()
-        return p.ChatChoice(message=parser.message(reply.text), finish_reason=parser.finish_reason(reason), **rest)
+        message = message_of(parser.feed(reply.text, is_last=True))
+        return p.ChatChoice(message=message, finish_reason=parser.finish_reason(reason), **rest)
 
     def _prompt(self, index: int) -> dict[str, Any]:
         """Return the token ids of the prompt of generation `index`, if they are to be returned."""
@@ -124,31 +94,22 @@ class OpenAIRenderer(Renderer):
     def first_events(self, n: int) -> Iterator[bytes]:
         if self.is_chat:
             for i in range(n):
-                yield self._chunk(i, b'{"role":"assistant","content":""}', None, None)
+                yield self._chunk(i, b'{"role":"assistant",' + NO_TEXT[1:], None, None)
 
     def events(self, index: int, reply: UserReply) -> Iterator[bytes]:
+        end = reply.finish_reason
         if not self.is_chat:
-            yield self._chunk(index, to_json(reply.text), reply, reply.finish_reason)
+            yield self._chunk(index, to_json(reply.text), reply, end)
             return
-        reason: str | None = reply.finish_reason
-        if self.new_parser is None:
-            if reply.finish_reason is None or reply.text or reply.logprobs:
-                yield self._chunk(index, b'{"content":' + to_json(reply.text) + b"}", reply, None)
-                reply = _without_tokens(reply)
-        else:
-            if (parser := self._parsers.get(index)) is None:
-                parser = self._parsers[index] = self.new_parser()
-            deltas = list(parser.deltas(reply.text, reply.finish_reason is not None))
-            if not deltas and reply.finish_reason is None:
-                deltas = [b'{"content":""}']  # shows the client that the model works while the parser waits
-            if not deltas and reply.logprobs:
-                deltas = [b"{}"]
-            for delta in deltas:
-                yield self._chunk(index, delta, reply, None)
-                reply = _without_tokens(reply)  # they are in the first delta
-            reason = reply.finish_reason and parser.finish_reason(reply.finish_reason)
-        if reason is not None:
-            yield self._chunk(index, b"{}", reply, reason)
+        parser = self._parsers[index]
+        deltas = _deltas(parser, reply.text, end is not None)
+        if not deltas and (end is None or reply.logprobs):
+            deltas = [NO_TEXT]  # shows the client that the model works while the parser waits
+        for delta in deltas:
+            yield self._chunk(index, delta, reply, None)
+            reply = msgspec.structs.replace(reply, logprobs=[], output_ids=b"")  # they are in the first delta
+        if end is not None:
+            yield self._chunk(index, b"{}", reply, parser.finish_reason(end))
 
     def _chunk(self, index: int, content: bytes, reply: UserReply | None, reason: str | None) -> bytes:
         end = b"null,"
@@ -190,25 +151,39 @@ class OpenAIRenderer(Renderer):
         yield DONE
 
 
-def _without_tokens(reply: UserReply) -> UserReply:
-    return msgspec.structs.replace(reply, logprobs=[], output_ids=b"")
+def message_of(pieces: list[Piece]) -> p.AssistantMessage:
+    """Return the message of a whole answer."""
+    content = "".join(piece.text for piece in pieces if isinstance(piece, Content))
+    reasoning = "".join(piece.text for piece in pieces if isinstance(piece, Reasoning))
+    calls = [_call(piece, piece.arguments) for piece in pieces if isinstance(piece, ParsedCall)]
+    shown = content or (None if calls or reasoning else "")
+    return p.AssistantMessage(shown, reasoning_content=reasoning, tool_calls=calls)
 
 
-def usage_of(replies: list[UserReply], n: int = 1) -> p.Usage:
-    """Return OpenAI's usage object, from the last reply to each generation of one request.
+def _deltas(parser: OutputParser, text: str, is_last: bool) -> list[bytes]:
+    """Return the deltas of a stream for `text` and, if `is_last`, the end. A call has two: name, then arguments."""
+    index = parser.num_calls
+    deltas = []
+    for piece in parser.feed(text, is_last):
+        match piece:
+            case Content(shown):
+                deltas.append(b'{"content":' + to_json(shown) + b"}")
+            case Reasoning(shown):
+                deltas.append(b'{"reasoning_content":' + to_json(shown) + b"}")
+            case ParsedCall():
+                head = b'{"tool_calls":[{"index":%d,' % index
+                rest = {"custom": {"input": piece.arguments}}
+                if not piece.is_custom:
+                    rest = {"function": {"arguments": piece.arguments}}
+                deltas += [head + to_json(part)[1:] + b"]}" for part in (_call(piece, ""), rest)]
+                index += 1
+    return deltas
 
-    Each `n` adjacent generations share a prompt. It counts once, with the cached tokens of the first generation.
-    """
-    prompt = sum(r.prompt_tokens for r in replies[::n])
-    completion = sum(r.completion_tokens for r in replies)
-    drafted, accepted = sum(r.drafted_tokens for r in replies), sum(r.accepted_tokens for r in replies)
-    return p.Usage(
-        prompt_tokens=prompt,
-        completion_tokens=completion,
-        total_tokens=prompt + completion,
-        prompt_tokens_details=p.CachedTokens(sum(r.cached_tokens for r in replies[::n])),
-        completion_tokens_details=p.DraftedTokens(accepted, drafted - accepted) if drafted else None,
-    )
+
+def _call(call: ParsedCall, arguments: str) -> p.GeneratedToolCall | p.GeneratedCustomCall:
+    if call.is_custom:
+        return p.GeneratedCustomCall(call.id, p.CustomCall(call.name, arguments))
+    return p.GeneratedToolCall(call.id, p.GeneratedFunction(call.name, arguments))
 
 
 def chat_logprobs(tokens: list[TokenLogprob]) -> dict[str, Any]:
@@ -252,3 +227,45 @@ def token_text(data: bytes) -> str:
 def finite(logprob: float | None) -> float | None:
     """Return `logprob`, but at least `MIN_LOGPROB`; None for None."""
     return None if logprob is None else max(logprob, MIN_LOGPROB)
+
+
+def add_openai_routes(routes: Routes) -> None:
+    """Add POST /v1/chat/completions and /v1/completions."""
+    args, model = routes.args, routes.model
+
+    async def respond(
+        request: Request,
+        body: p.ChatCompletionRequest | p.CompletionRequest,
+        messages: list[TokenizeMsg],
+        new_parser: Callable[[], OutputParser] = OutputParser,
+    ) -> Response:
+        n = num_choices(body, args.max_choices)
+        frontend: FrontendManager = request.app.state.frontend
+        renderer = OpenAIRenderer(
+            model.name,
+            isinstance(body, p.ChatCompletionRequest),
+            body.stream_options or p.StreamOptions(),
+            new_parser,
+            n=n,
+            # The header is for clients that cannot add fields to the body.
+            with_timing=bool(body.return_timing) or request.headers.get("x-minisgl-timing") == "1",
+            with_logprobs=messages[0].sampling_params.logprobs is not None,
+            with_usage=args.stream_usage,
+            prompt_ids=[await frontend.prompt_ids(m) for m in messages] if body.return_token_ids else None,
+        )
+        return response_to(frontend, with_choices(messages, n), renderer, body.stream, n)
+
+    @routes.add("POST /v1/chat/completions")
+    async def chat_completions(
+        request: Request, body: p.ChatCompletionRequest
+    ) -> Annotated[Response, p.ChatCompletionResponse, SSE]:
+        """Answer a chat"""
+        message, new_parser = prepared(request, body, args, model)
+        return await respond(request, body, [message], new_parser)
+
+    @routes.add("POST /v1/completions")
+    async def completions(
+        request: Request, body: p.CompletionRequest
+    ) -> Annotated[Response, p.CompletionResponse, SSE]:
+        """Continue a text"""
+        return await respond(request, body, completion_messages(body, model.defaults, model.limits))
