@@ -102,12 +102,13 @@ class OpenAIRenderer(Renderer):
             yield self._chunk(index, to_json(reply.text), reply, end)
             return
         parser = self._parsers[index]
-        deltas = _deltas(parser, reply.text, end is not None)
+        deltas = deltas_of(parser, reply.text, end is not None)
         if not deltas and (end is None or reply.logprobs):
             deltas = [NO_TEXT]  # shows the client that the model works while the parser waits
         for delta in deltas:
             yield self._chunk(index, delta, reply, None)
-            reply = msgspec.structs.replace(reply, logprobs=[], output_ids=b"")  # they are in the first delta
+            if end is not None or len(deltas) > 1:
+                reply = msgspec.structs.replace(reply, logprobs=[], output_ids=b"")  # they are in the first delta
         if end is not None:
             yield self._chunk(index, b"{}", reply, parser.finish_reason(end))
 
@@ -126,14 +127,13 @@ class OpenAIRenderer(Renderer):
             b'"logprobs":',
             to_json(self._logprobs(reply.logprobs)) if reply is not None and reply.logprobs else b"null",
         ]
-        prompt = to_json(self._prompt(index))[1:-1]
-        if prompt and reply is not None:
+        if self.prompt_ids is not None and reply is not None:
             parts += [b',"token_ids":', to_json(ids_from_bytes(reply.output_ids).tolist())]
             if not self.is_chat and len(reply.output_ids) == 4 * reply.completion_tokens:  # the first chunk
-                parts += [b",", prompt]
+                parts += [b",", to_json(self._prompt(index))[1:-1]]
         parts.append(b"}]")
-        if prompt and reply is None:
-            parts += [b",", prompt]
+        if self.prompt_ids is not None and reply is None:
+            parts += [b",", to_json(self._prompt(index))[1:-1]]
         if self.options.continuous_usage_stats and reply is not None:
             parts += [b',"usage":', to_json(usage_of([reply]))]
         elif self._with_usage:
@@ -160,23 +160,20 @@ def message_of(pieces: list[Piece]) -> p.AssistantMessage:
     return p.AssistantMessage(shown, reasoning_content=reasoning, tool_calls=calls)
 
 
-def _deltas(parser: OutputParser, text: str, is_last: bool) -> list[bytes]:
+def deltas_of(parser: OutputParser, text: str, is_last: bool) -> list[bytes]:
     """Return the deltas of a stream for `text` and, if `is_last`, the end. A call has two: name, then arguments."""
     index = parser.num_calls
     deltas = []
     for piece in parser.feed(text, is_last):
-        match piece:
-            case Content(shown):
-                deltas.append(b'{"content":' + to_json(shown) + b"}")
-            case Reasoning(shown):
-                deltas.append(b'{"reasoning_content":' + to_json(shown) + b"}")
-            case ParsedCall():
-                head = b'{"tool_calls":[{"index":%d,' % index
-                rest = {"custom": {"input": piece.arguments}}
-                if not piece.is_custom:
-                    rest = {"function": {"arguments": piece.arguments}}
-                deltas += [head + to_json(part)[1:] + b"]}" for part in (_call(piece, ""), rest)]
-                index += 1
+        if not isinstance(piece, ParsedCall):
+            name = b'{"content":' if isinstance(piece, Content) else b'{"reasoning_content":'
+            deltas.append(name + to_json(piece.text) + b"}")
+            continue
+        head = b'{"tool_calls":[{"index":%d,' % index
+        field, argument = ("custom", "input") if piece.is_custom else ("function", "arguments")
+        parts = _call(piece, ""), {field: {argument: piece.arguments}}
+        deltas += [head + to_json(part)[1:] + b"]}" for part in parts]
+        index += 1
     return deltas
 
 

@@ -11,7 +11,7 @@ import pytest
 from minisgl.api import anthropic, items
 from minisgl.api.chat import prepared
 from minisgl.api.http import HEADERS, NAMES
-from minisgl.api.openai import message_of
+from minisgl.api.openai import deltas_of, message_of
 from minisgl.api.parsers.output import OutputForms, _with_text
 from minisgl.api.parsers.pieces import ParsedCall
 from minisgl.api.protocol import ChatCompletionRequest, MessagesRequest, ResponsesRequest
@@ -183,7 +183,7 @@ def test_reasoning_can_be_hidden(api: str) -> None:
         _, new_parser, _ = prepare(model, api, **fields)
         message = message_of(new_parser().feed("<think>a</think>b", is_last=True))
         assert (message.content, message.reasoning_content) == ("b", shown)
-        deltas = [json.loads(d) for d in new_parser().deltas("<think>a</think>b", True)]
+        deltas = [json.loads(d) for d in deltas_of(new_parser(), "<think>a</think>b", True)]
         assert {"content": "b"} in deltas and len(deltas) == 1 + bool(shown)
 
 
@@ -202,10 +202,12 @@ def test_custom_tool_is_a_function_of_one_text() -> None:
         output = f'<tool_call>{{"name": "c", "arguments": {arguments}}}</tool_call>'
         (call,) = message_of(new_parser().feed(output, is_last=True)).tool_calls
         assert (call.custom.name, call.custom.input) == ("c", text)
-        first, second = (json.loads(d)["tool_calls"][0] for d in new_parser().deltas(output, True))
+        first, second = (json.loads(d)["tool_calls"][0] for d in deltas_of(new_parser(), output, True))
         assert first["type"] == "custom" and first["custom"] == {"name": "c", "input": ""} and first["id"]
         assert second == {"index": 0, "custom": {"input": text}}
-    (call,) = new_parser().message('<tool_call>{"name": "f", "arguments": {}}</tool_call>').tool_calls
+    (call,) = message_of(
+        new_parser().feed('<tool_call>{"name": "f", "arguments": {}}</tool_call>', is_last=True)
+    ).tool_calls
     assert call.function.name == "f"
 
 
