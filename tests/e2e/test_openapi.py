@@ -13,9 +13,9 @@ import pytest
 
 from e2e.harness import ServerProcess
 from minisgl.api.app import served_routes
-from minisgl.api.openapi import SAMPLE_URL
 from minisgl.api.protocol import AnthropicErrorResponse, ErrorResponse
 from minisgl.api.requests import SamplingDefaults, ServedModel
+from minisgl.api.routes import SAMPLE_URL
 from minisgl.params import Limits
 from minisgl.settings.options import ServerArgs
 

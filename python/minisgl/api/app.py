@@ -24,13 +24,11 @@ from minisgl.api.http import NAMES, error_response, json_response
 from minisgl.api.items import add_responses_routes
 from minisgl.api.metrics import Metrics
 from minisgl.api.openai import add_openai_routes
-from minisgl.api.openapi import openapi_schema
 from minisgl.api.operations import add_information_routes, add_status_routes, add_tokenizer_routes, add_view_route
 from minisgl.api.page import page_routes
-from minisgl.api.paths import unknown_path
 from minisgl.api.request_log import RequestEnds, write_line
 from minisgl.api.requests import ServedModel
-from minisgl.api.routes import Routes
+from minisgl.api.routes import Routes, openapi_schema, unknown_path
 from minisgl.api.tracing import Traces, is_traced
 from minisgl.errors import RequestError
 from minisgl.settings.options import ServerArgs

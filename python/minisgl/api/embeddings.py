@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import base64
 from collections.abc import Callable
+from dataclasses import dataclass
 from typing import Annotated, Any, Final
 
 import numpy as np
@@ -14,9 +15,9 @@ from minisgl.api import protocol as p
 from minisgl.api.frontend import Timeline
 from minisgl.api.http import to_json
 from minisgl.api.requests import prompt_messages
-from minisgl.api.responses import BodyResponse
+from minisgl.api.responses import GenerationResponse, Renderer
 from minisgl.api.routes import Routes
-from minisgl.checkpoint.embedder import Vector
+from minisgl.checkpoint.embedder import Embedder, Vector
 from minisgl.errors import RequestError
 from minisgl.message import TokenizeMsg, UserReply
 from minisgl.params import EMBED
@@ -38,6 +39,19 @@ def _cosine(a: Vector, b: Vector) -> float:
     return float(a @ b) / norm if norm > 0 else 0.0
 
 
+@dataclass
+class _VectorRenderer(Renderer):
+    embedder: Embedder
+    length: int
+    write: Body
+
+    def body(self, replies: list[UserReply], timeline: Timeline) -> bytes:
+        assert all(reply.embedding for reply in replies), "a reply without an embedding"
+        tokens = sum(reply.prompt_tokens for reply in replies)
+        vectors = [self.embedder.vector(reply.embedding, self.length) for reply in replies]
+        return to_json(self.write(vectors, p.EmbeddingUsage(tokens, tokens)))
+
+
 def add_embeddings_routes(routes: Routes) -> None:
     """Add POST /v1/embeddings, /v1/score and /v1/rerank."""
     model = routes.model
@@ -52,18 +66,11 @@ def add_embeddings_routes(routes: Routes) -> None:
         if (embedder := model.embedder) is None:
             error = f"{model.name!r} generates text and does not compute embeddings: its folder has no modules.json"
             raise RequestError(error, param="model", code="unsupported_endpoint")
-        length = embedder.length(dimensions)
-
-        def render(replies: list[UserReply], timeline: Timeline) -> bytes:
-            assert all(reply.embedding for reply in replies), "a reply without an embedding"
-            tokens = sum(reply.prompt_tokens for reply in replies)
-            vectors = [embedder.vector(reply.embedding, length) for reply in replies]
-            return to_json(body(vectors, p.EmbeddingUsage(tokens, tokens)))
-
+        renderer = _VectorRenderer(embedder, embedder.length(dimensions), body)
         messages: list[TokenizeMsg] = []
         for param, texts in inputs.items():
             messages += prompt_messages(texts, param, EMBED, model.limits, MAX_INPUTS - len(messages))
-        return BodyResponse(request.app.state.frontend, messages, render)
+        return GenerationResponse(request.app.state.frontend, messages, renderer)
 
     @routes.add("POST /v1/embeddings")
     async def embeddings(request: Request, body: p.EmbeddingRequest) -> Annotated[Response, p.EmbeddingResponse]:

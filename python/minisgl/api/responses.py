@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from types import TracebackType
 from typing import Any, Final, Protocol
 
@@ -60,9 +60,11 @@ class Renderer(Protocol):
 
     def events(self, index: int, reply: UserReply) -> Iterator[bytes]:
         """Yield the events for a reply to generation `index`."""
+        return iter(())
 
     def last_events(self, replies: list[UserReply], timeline: Timeline) -> Iterator[bytes]:
         """Yield the events after the last reply. `replies` are the last ones of each generation."""
+        return iter(())
 
     def failure(self, error: RequestError) -> bytes:
         """Return the last events of a stream that fails."""
@@ -127,27 +129,29 @@ class WriteTimeout:
         await self._limit.__aexit__(kind, error, trace)
 
 
-def _raise_if_failed(reply: UserReply, message: TokenizeMsg) -> None:
-    if reply.failure is not None:
-        raise reply.failure.error().named({"prompt": message.param})
+class GenerationResponse(Response):
+    """Submits the messages and responds with one body or server-sent events.
 
-
-class BodyResponse(Response):
-    """Submits the messages and responds with one body. If the client disconnects, its generations are aborted."""
+    If the client disconnects, its generations are aborted. A stream waits for the first reply before it sends the first
+    byte, so that a refusal has its HTTP status. A later failure is an event in the stream. A client that does not read
+    a stream for `--write-timeout` seconds counts as disconnected.
+    """
 
     def __init__(
         self,
         frontend: FrontendManager,
         messages: Sequence[TokenizeMsg],
-        render: Callable[[list[UserReply], Timeline], bytes],
+        renderer: Renderer,
         n: int = 1,
+        is_stream: bool = False,
     ) -> None:
-        """`render` makes the body. Each `n` adjacent messages are choices for one prompt."""
+        """Each `n` adjacent messages are choices for one prompt."""
         super().__init__()
         self._frontend = frontend
         self._messages = messages
+        self._renderer = renderer
         self._n = n
-        self._render = render
+        self._is_stream = is_stream
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         """Respond. Raises `RequestError` if the request is refused before the first byte."""
@@ -155,60 +159,47 @@ class BodyResponse(Response):
             scope[SUBMISSION] = submission
             watcher = asyncio.create_task(_watch(receive, submission))
             try:
-                await self._respond(submission, scope, receive, send)
+                if self._is_stream:
+                    # A separate task wakes for each token without the framework's layers.
+                    await asyncio.create_task(self._stream(submission, scope))
+                else:
+                    await Response(await self._body(submission), media_type="application/json")(scope, receive, send)
             except ClientGoneError:
                 logger.debug("a client disconnected before its response was complete")
+            except TimeoutError:
+                logger.warning("a client did not read for %g s; its request is aborted", self._frontend.write_timeout)
+                scope[DROP]()
             finally:
                 watcher.cancel()
 
-    async def _respond(self, submission: Submission, scope: Scope, receive: Receive, send: Send) -> None:
+    async def _take(self, submission: Submission) -> list[tuple[int, UserReply]]:
+        """Return the next replies by index. Raises `RequestError` if a generation has failed."""
+        replies = await submission.take()
+        for index, reply in replies:
+            if reply.failure is not None:
+                raise reply.failure.error().named({"prompt": self._messages[index].param})
+        return replies
+
+    async def _body(self, submission: Submission) -> bytes:
         replies: list[list[UserReply]] = [[] for _ in self._messages]
         while not submission.is_done:
-            for index, reply in await submission.take():
-                _raise_if_failed(reply, self._messages[index])
+            for index, reply in await self._take(submission):
                 replies[index].append(reply)
         whole = [joined(parts) for parts in replies]
         if sum(1 + len(reply.logprobs) for reply in whole) > AT_ONCE:
-            body = await asyncio.to_thread(self._render, whole, submission.timeline)
-        else:
-            body = self._render(whole, submission.timeline)
-        await Response(body, media_type="application/json")(scope, receive, send)
-
-
-class StreamResponse(BodyResponse):
-    """Submits the messages and responds with server-sent events.
-
-    It waits for the first reply before it sends the first byte, so that a refusal has its HTTP status. A later failure
-    is an event in the stream. A client that does not read for `--write-timeout` seconds counts as disconnected.
-    """
-
-    def __init__(self, frontend: FrontendManager, messages: Sequence[TokenizeMsg], renderer: Renderer, n: int) -> None:
-        super().__init__(frontend, messages, renderer.body, n)
-        self._renderer = renderer
-
-    async def _respond(self, submission: Submission, scope: Scope, receive: Receive, send: Send) -> None:
-        try:
-            # A separate task wakes for each token without the framework's layers.
-            await asyncio.create_task(self._stream(submission, scope))
-        except TimeoutError:
-            logger.warning("a client did not read for %g s; its request is aborted", self._frontend.write_timeout)
-            scope[DROP]()
+            return await asyncio.to_thread(self._renderer.body, whole, submission.timeline)
+        return self._renderer.body(whole, submission.timeline)
 
     async def _stream(self, submission: Submission, scope: Scope) -> None:
         send: Send = scope[RAW_SEND]
+        replies = await self._take(submission)
         headers = [*_STREAM_HEADERS, *scope[HEADERS]]
-        replies = await submission.take()
-        for index, reply in replies:
-            _raise_if_failed(reply, self._messages[index])
         await send({"type": "http.response.start", "status": 200, "headers": headers})
         chunks = list(self._renderer.first_events(len(self._messages)))
-        last: dict[int, UserReply] = {}
         async with WriteTimeout(self._frontend.write_timeout) as limit:
             try:
                 while True:
                     for index, reply in replies:
-                        _raise_if_failed(reply, self._messages[index])
-                        last[index] = reply
                         chunks += self._renderer.events(index, reply)
                     if submission.is_done:
                         break
@@ -216,8 +207,8 @@ class StreamResponse(BodyResponse):
                     await send({"type": "http.response.body", "body": b"".join(chunks), "more_body": True})
                     limit.end()
                     chunks = []
-                    replies = await submission.take()
-                chunks += self._renderer.last_events([last[i] for i in sorted(last)], submission.timeline)
+                    replies = await self._take(submission)
+                chunks += self._renderer.last_events(submission.last_replies, submission.timeline)
             except RequestError as e:
                 chunks.append(self._renderer.failure(e))
             limit.begin()
@@ -235,7 +226,6 @@ def response_to(
     frontend: FrontendManager, messages: Sequence[TokenizeMsg], renderer: Renderer, is_stream: bool | None, n: int
 ) -> Response:
     """Return a stream or a response in one body, as requested. Raises `RequestError` if the body might be too large."""
-    if is_stream:
-        return StreamResponse(frontend, messages, renderer, n)
-    require_answer_fits(messages, frontend.limits)
-    return BodyResponse(frontend, messages, renderer.body, n)
+    if not is_stream:
+        require_answer_fits(messages, frontend.limits)
+    return GenerationResponse(frontend, messages, renderer, n, bool(is_stream))

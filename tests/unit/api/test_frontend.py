@@ -14,7 +14,7 @@ import pytest
 from minisgl.api import dispatch as dispatch_module
 from minisgl.api.frontend import ClientGoneError, FrontendManager, Timeline
 from minisgl.api.metrics import Metrics
-from minisgl.api.responses import AT_ONCE, BodyResponse
+from minisgl.api.responses import AT_ONCE, GenerationResponse, Renderer
 from minisgl.core import FinishReason
 from minisgl.errors import RequestError
 from minisgl.message import (
@@ -94,9 +94,10 @@ def test_a_large_answer_is_rendered_beside_the_other_requests(
     """The rendering waits for what only the event loop can do meanwhile."""
     loop_ran = threading.Event()
 
-    def render(replies: list[UserReply], timeline: Timeline) -> bytes:
-        assert loop_ran.wait(PATIENCE_S), "the loop stands still"
-        return b"%d" % len(replies)
+    class Slow(Renderer):
+        def body(self, replies: list[UserReply], timeline: Timeline) -> bytes:
+            assert loop_ran.wait(PATIENCE_S), "the loop stands still"
+            return b"%d" % len(replies)
 
     sent: list[Any] = []
 
@@ -107,7 +108,7 @@ def test_a_large_answer_is_rendered_beside_the_other_requests(
         frontend = make_frontend(args)
         messages = [request() for _ in range(AT_ONCE + 1)]
         answer = asyncio.create_task(
-            BodyResponse(frontend, messages, render)({"type": "http"}, asyncio.Event().wait, send)
+            GenerationResponse(frontend, messages, Slow())({"type": "http"}, asyncio.Event().wait, send)
         )
         await asyncio.sleep(0)
         while frontend.entries < len(messages):

@@ -6,8 +6,8 @@ import pytest
 from starlette.routing import Route
 
 from minisgl.api.app import create_app
-from minisgl.api.paths import ELSEWHERE, unknown_path
 from minisgl.api.requests import SamplingDefaults, ServedModel
+from minisgl.api.routes import ELSEWHERE, unknown_path
 from minisgl.params import Limits
 from minisgl.settings.options import ServerArgs
 
