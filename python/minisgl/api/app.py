@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 from collections.abc import AsyncIterator, Awaitable, Callable
 from contextlib import asynccontextmanager
-from typing import Any
+from typing import Any, Final
 
 from starlette.applications import Starlette
 from starlette.exceptions import HTTPException
@@ -32,6 +32,11 @@ from minisgl.api.routes import Routes, openapi_schema, unknown_path
 from minisgl.api.tracing import Traces, is_traced
 from minisgl.errors import RequestError
 from minisgl.settings.options import ServerArgs
+
+ADDERS: Final = (
+    *(add_openai_routes, add_responses_routes, add_messages_routes, add_generate_route, add_embeddings_routes),
+    *(add_status_routes, add_information_routes, add_tokenizer_routes),
+)
 
 
 def create_app(args: ServerArgs, model: ServedModel) -> Starlette:
@@ -74,14 +79,8 @@ def create_app(args: ServerArgs, model: ServedModel) -> Starlette:
 def served_routes(args: ServerArgs, model: ServedModel) -> Routes:
     """Return the routes of the API."""
     routes = Routes(args, model)
-    add_openai_routes(routes)
-    add_responses_routes(routes)
-    add_messages_routes(routes)
-    add_generate_route(routes)
-    add_embeddings_routes(routes)
-    add_status_routes(routes)
-    add_information_routes(routes)
-    add_tokenizer_routes(routes)
+    for add in ADDERS:
+        add(routes)
     if args.ui:
         add_view_route(routes)
     return routes

@@ -65,10 +65,6 @@ class LogprobForm:
         """Return a token in SGLang's form."""
         return finite(logprob), token, data.decode(errors="replace") if self.has_text else None
 
-    def alternatives(self, token: TokenLogprob) -> list[LogprobEntry]:
-        """Return the most likely tokens at the position of `token`."""
-        return [self.entry(*alternative) for alternative in token.top]
-
 
 def _requested_prompt(request: GenerateRequest) -> tuple[str, str | list[Any]]:
     """Return (name of the field, prompt). Raises `RequestError` unless there is exactly one prompt."""
@@ -145,8 +141,9 @@ class _Generation:
         self._has_begun = False
         self._text = ""
         self._ids = _GrowingArray()
-        self._logprobs = {"input": _GrowingArray(), "output": _GrowingArray()}
-        self._top_logprobs = {"input": _GrowingArray(), "output": _GrowingArray()}
+        # By the name in `meta_info`.
+        kinds = ("token_logprobs", "top_logprobs") if form is not None and form.has_top else ("token_logprobs",)
+        self._logprobs = {f"{side}_{kind}": _GrowingArray() for side in ("input", "output") for kind in kinds if form}
 
     def add(self, reply: UserReply) -> None:
         """Add an increment. The first one begins with the log-probabilities of the prompt, if requested."""
@@ -160,19 +157,21 @@ class _Generation:
             prompt, tokens = tokens[: reply.prompt_tokens], tokens[reply.prompt_tokens :]
             for i, token in enumerate(prompt[self._form.start :]):
                 # SGLang gives no value for the first token that it returns, wherever that token is.
-                self._logprobs["input"].append(self._form.entry(token.id, token.data, token.logprob if i else None))
-                self._top_logprobs["input"].append(self._form.alternatives(token) if i else None)
+                self._append(self._form, "input", token, is_known=i > 0)
         self._has_begun = True
         for token in tokens:
-            self._logprobs["output"].append(self._form.entry(token.id, token.data, token.logprob))
-            self._top_logprobs["output"].append(self._form.alternatives(token))
+            self._append(self._form, "output", token)
+
+    def _append(self, form: LogprobForm, side: str, token: TokenLogprob, is_known: bool = True) -> None:
+        entry = form.entry(token.id, token.data, token.logprob if is_known else None)
+        self._logprobs[f"{side}_token_logprobs"].append(entry)
+        if form.has_top:
+            top = [form.entry(*alternative) for alternative in token.top] if is_known else None
+            self._logprobs[f"{side}_top_logprobs"].append(top)
 
     def result(self, meta: dict[str, Any]) -> dict[str, Any]:
         """Return the body of the response, with `meta` in its `meta_info`."""
-        if self._form is not None:
-            meta |= {f"{side}_token_logprobs": array.json() for side, array in self._logprobs.items()}
-            if self._form.has_top:
-                meta |= {f"{side}_top_logprobs": array.json() for side, array in self._top_logprobs.items()}
+        meta |= {name: array.json() for name, array in self._logprobs.items()}
         return {"text": self._text, "output_ids": self._ids.json(), "meta_info": meta}
 
 
