@@ -20,15 +20,10 @@ from minisgl.settings.options import ServerArgs
 # Fields of a chat that turn reasoning on or off, and those of its values that turn it off.
 THINKS: Final = (
     *("thinking.type", "thinking", "enable_thinking", "think", "reasoning.enabled", "reasoning.effort", EFFORT),
-    *("reasoning.max_tokens", "thinking_budget", "thinking_budget_tokens", "thinking_token_budget"),
+    *("reasoning.max_tokens", "thinking_budget"),
 )
 OFF: Final = (False, 0, "none", "disabled", "off")
 NO_LIMIT: Final = -1  # of a budget, which turns nothing on or off
-# Fields without an effect.
-UNREAD: Final = (
-    *("verbosity", "reasoning.summary", "reasoning.generate_summary"),
-    *("thinking.budget_tokens", "thinking.display"),
-)
 TEXT: Final = {"type": "text"}
 
 
@@ -129,7 +124,9 @@ def _with_switches(
         if not is_on and not forms.switches and (forms.reasoning is not None or EFFORT in variables):
             why = "the chat template of this model has no switch for it; leave the field out"
             raise unsupported(f"{name}: reasoning cannot be turned off: {why}", name)
-    unread = {name: None for name in UNREAD if _at(chat, name) is not None}
+    unread: dict[str, None] = {}
+    if chat.reasoning and chat.reasoning.summary is not None:  # reasoning is returned as the model wrote it
+        unread["reasoning.summary"] = None
     if thinks and not forms.switches and forms.reasoning is None:
         unread |= dict.fromkeys(asked)
     values = {} if thinks is None else {name: pair[thinks] for name, pair in forms.switches.items()}

@@ -109,21 +109,22 @@ def _readable(error: str) -> str:
     return error.replace(" - at `$.", " at `").replace(" - at `$`", "")
 
 
-def rename_aliases(given: Any, kind: type[msgspec.Struct]) -> dict[str, str]:
-    """Give aliases in the body `given`, a `kind`, our names. Return our name -> the client's for each.
+def rename_aliases(given: Any, kind: type[msgspec.Struct], path: str = "") -> dict[str, str]:
+    """Give aliases in `given`, the object at `path` in a `kind`, our names. Return our name -> the client's for each.
 
-    Raises `RequestError` (400) for a field that is given twice.
+    Raises `RequestError` (400) for a field that has two values.
     """
     names: dict[str, str] = {}
     fields = given if isinstance(given, dict) else {}
-    known = _objects_of(kind)[""]
+    known = _objects_of(kind).get(path, frozenset())
     for name in [n for n, value in fields.items() if n not in known and ALIASES.get(n) in known and value is not None]:
-        ours = ALIASES[name]
-        if fields.get(ours) is not None:
-            raise RequestError(f"{name} and {names.get(ours, ours)} exclude each other", param=name)
-        names[ours] = name
-        fields[ours] = fields.pop(name)
-    return names
+        ours, value = ALIASES[name], fields.pop(name)
+        full = _join(path, name)
+        if fields.get(ours) not in (None, value):
+            raise RequestError(f"{full} and {names.get(ours, ours)} exclude each other", param=full)
+        names[ours] = full
+        fields[ours] = value
+    return names if path else names | rename_aliases(fields.get("sampling_params"), kind, "sampling_params")
 
 
 def ignored_fields(body: Any, kind: type[msgspec.Struct], refuses: bool) -> list[str]:

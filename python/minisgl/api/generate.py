@@ -227,7 +227,8 @@ def add_generate_route(routes: Routes) -> None:
     async def generate(request: Request, body: GenerateRequest) -> Annotated[Response, Generated, SSE]:
         """Continue a text, in SGLang's shape"""
         if body.sampling_params is not None:
-            request.scope[NAMES] |= {name: f"sampling_params.{name}" for name in GenerateSampling.__struct_fields__}
+            inner = {name: f"sampling_params.{name}" for name in GenerateSampling.__struct_fields__}
+            request.scope[NAMES] = inner | request.scope[NAMES]
         n = num_choices(_sampling_fields(body), routes.args.max_choices)
         messages = with_choices(generate_messages(body, model.defaults, model.limits), n)
         is_list = n > 1 or is_batch(_requested_prompt(body)[1])

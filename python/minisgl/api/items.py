@@ -192,8 +192,7 @@ def _ignored(body: p.ResponsesRequest) -> list[str]:
     for name in body.include or ():
         if name != PLAIN_REASONING and name not in hosted:
             raise unsupported(f"include={name[:60]!r} is not supported", "include")
-    verbosity = ["text.verbosity"] * bool(body.text and body.text.verbosity)
-    return [f"include.{name}" for name in hosted] + verbosity
+    return [f"include.{name}" for name in hosted]
 
 
 def new_response(body: p.ResponsesRequest, model: str, params: SamplingParams) -> p.ResponseObject:

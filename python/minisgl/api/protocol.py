@@ -77,7 +77,6 @@ class SamplingFields(_Numbers, frozen=True, kw_only=True):
     stop: str | list[str] | None = None
     stop_token_ids: list[int] | None = None
     include_stop_str_in_output: bool | None = None  # vLLM's name
-    no_stop_trim: bool | None = None  # SGLang's name
     ignore_eos: bool | None = None
     skip_special_tokens: bool | None = None
     n: int | None = None
@@ -86,16 +85,13 @@ class SamplingFields(_Numbers, frozen=True, kw_only=True):
     logprobs: bool | int | None = None  # a boolean for chat, a number for completions
     cache_salt: str | None = None
     speculate: bool | None = None
-    # Structured output (`api/structured.py`), under OpenAI's, vLLM's and SGLang's names.
+    # Structured output (`api/structured.py`), under OpenAI's and vLLM's names.
     response_format: dict[str, Any] | None = None
     guided_json: dict[str, Any] | bool | str | None = None
     guided_regex: str | None = None
     guided_choice: list[str] | None = None
     guided_grammar: str | None = None
     structured_outputs: dict[str, Any] | None = None
-    json_schema: dict[str, Any] | bool | str | None = None
-    regex: str | None = None
-    ebnf: str | None = None
 
 
 class OpenAIFields(SamplingFields, frozen=True, kw_only=True):
@@ -116,7 +112,6 @@ class ResponseReasoning(msgspec.Struct, frozen=True):
 
     effort: str | None = None
     summary: str | None = None
-    generate_summary: str | None = None
     enabled: bool | None = None
     exclude: bool | None = None
     max_tokens: int | None = None
@@ -124,8 +119,6 @@ class ResponseReasoning(msgspec.Struct, frozen=True):
 
 class Thinking(msgspec.Struct, frozen=True):
     type: str
-    budget_tokens: int | None = None
-    display: str | None = None
 
 
 class ChatFields(OpenAIFields, frozen=True, kw_only=True):
@@ -140,8 +133,6 @@ class ChatFields(OpenAIFields, frozen=True, kw_only=True):
     enable_thinking: bool | None = None
     think: bool | str | None = None
     thinking_budget: int | None = None
-    thinking_budget_tokens: int | None = None
-    thinking_token_budget: int | None = None
 
 
 class ChatCompletionRequest(ChatFields, frozen=True, kw_only=True):
@@ -154,7 +145,6 @@ class ChatCompletionRequest(ChatFields, frozen=True, kw_only=True):
     top_logprobs: int | None = None
     add_generation_prompt: bool | None = None
     continue_final_message: bool | None = None
-    verbosity: str | None = None
 
 
 class CompletionRequest(OpenAIFields, frozen=True, kw_only=True):
@@ -183,7 +173,6 @@ class InputItem(msgspec.Struct, frozen=True, omit_defaults=True):
 
 class ResponseText(msgspec.Struct, frozen=True):
     format: dict[str, Any] | None = None
-    verbosity: str | None = None
 
 
 class ResponsesRequest(ChatFields, frozen=True, kw_only=True):

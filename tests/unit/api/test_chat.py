@@ -146,10 +146,7 @@ def test_effort_reaches_templates_that_read_it() -> None:
     for fields in ({"reasoning_effort": "low"}, {"reasoning": {"effort": "low"}}, {"think": "low"}):
         message, _, told = prepare(model, "chat", **fields)
         assert message.template_kwargs == {"reasoning_effort": "low"} and told == []
-    assert prepare(model, "chat", verbosity="low", reasoning={"summary": "auto"})[2] == [
-        "reasoning.summary",
-        "verbosity",
-    ]
+    assert prepare(model, "chat", reasoning={"summary": "auto"})[2] == ["reasoning.summary"]
     both = {"reasoning_effort": "low", "chat_template_kwargs": {"reasoning_effort": "high"}}
     assert prepare(model, "chat", **both)[0].template_kwargs == {"reasoning_effort": "high"}
     message, _, told = prepare(model, "messages", output_config={"effort": "low"})
@@ -162,7 +159,7 @@ def test_effort_reaches_templates_that_read_it() -> None:
     [
         ({"thinking_budget": 1024}, "thinking_budget", "max_tokens limits the reasoning"),
         ({"reasoning": {"max_tokens": 7}}, "reasoning.max_tokens", "must be 0"),
-        ({"thinking_token_budget": -2}, "thinking_token_budget", "must be 0"),
+        ({"thinking_token_budget": -2}, "thinking_budget", "must be 0"),
         ({"enable_thinking": True, "think": False}, "think", "contradicts enable_thinking"),
         ({"thinking": {"type": "deep"}}, "thinking", "'deep'"),
         ({"thinking": "off"}, "thinking", "thinking"),

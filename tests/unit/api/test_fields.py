@@ -101,6 +101,7 @@ def test_names_have_one_meaning_and_advice_leads_to_a_field() -> None:
         (TEXT, {"stop_words": ["x"], "stop": None}, {"stop": ["x"]}),
         (MESSAGES, {"stop_sequences": ["x"], "sampling_seed": 5}, {"stop_sequences": ["x"], "seed": 5}),
         (RESPONSES, {"stop_sequences": ["x"], "min_new_tokens": 2}, {"stop": ["x"], "min_tokens": 2}),
+        (TEXT, {"n_predict": 3, "max_tokens": 3}, {"max_tokens": 3}),
         (GENERATE, {"max_new_tokens": 3}, {"max_tokens": 3}),
         (CHAT, {"n_predict": None}, {"n_predict": None}),
         (EMBED, {"n_predict": 3}, {"n_predict": 3}),
@@ -113,11 +114,18 @@ def test_other_names_of_the_same_field_are_honoured(kind: Any, given: dict[str, 
     assert names == {ours: name for name, ours in ALIASES.items() if name in sent - given.keys()}
 
 
-@pytest.mark.parametrize("given", [{"n_predict": 3, "max_tokens": 3}, {"max_new_tokens": 3, "n_predict": 3}])
-def test_a_field_under_two_names_is_refused(given: dict[str, Any]) -> None:
+@pytest.mark.parametrize("given", [{"n_predict": 3, "max_tokens": 4}, {"max_new_tokens": 3, "n_predict": 4}])
+def test_a_field_with_two_values_is_refused(given: dict[str, Any]) -> None:
     with pytest.raises(RequestError, match="exclude each other") as e:
         rename_aliases(given, CHAT)
     assert e.value.param == "n_predict"
+
+
+def test_other_names_are_honoured_in_sampling_params() -> None:
+    given = {"text": "x", "sampling_params": {"regex": "a", "n_predict": 3}}
+    request, names, ignored = read_body(json.dumps(given).encode(), GENERATE)
+    assert (request.sampling_params.guided_regex, request.sampling_params.max_tokens, ignored) == ("a", 3, [])
+    assert names == {"guided_regex": "sampling_params.regex", "max_tokens": "sampling_params.n_predict"}
 
 
 PART = {"type": "text", "text": "x"}
