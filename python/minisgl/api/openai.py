@@ -57,6 +57,8 @@ class OpenAIRenderer(Renderer):
         self._head: dict[str, Any] = {"id": name, "created": int(time.time()), "model": self.model}
         stream_head = self._head | {"object": "chat.completion.chunk" if self.is_chat else "text_completion"}
         self._chunk_head = to_json(stream_head)[:-1] + b',"choices":['
+        self._chunk_start = b"data: " + self._chunk_head + b'{"index":'
+        self._content_key = b',"delta":' if self.is_chat else b',"text":'
 
     def body(self, replies: list[UserReply], timeline: Timeline) -> bytes:
         usage = usage_of(replies, self.n)
@@ -113,20 +115,13 @@ class OpenAIRenderer(Renderer):
             yield self._chunk(index, b"{}", reply, parser.finish_reason(end))
 
     def _chunk(self, index: int, content: bytes, reply: UserReply | None, reason: str | None) -> bytes:
-        end = b"null,"
-        if reply is not None and reason is not None:
-            end = to_json(reason) + b',"stop_reason":' + to_json(reply.stop_reason) + b","
-        parts = [
-            b"data: ",
-            self._chunk_head,
-            b'{"index":%d,' % index,
-            b'"delta":' if self.is_chat else b'"text":',
-            content,
-            b',"finish_reason":',
-            end,
-            b'"logprobs":',
-            to_json(self._logprobs(reply.logprobs)) if reply is not None and reply.logprobs else b"null",
-        ]
+        parts = [self._chunk_start, b"%d" % index, self._content_key, content]
+        if reply is None or reason is None:
+            parts.append(b',"finish_reason":null,"logprobs":')
+        else:
+            end = b',"finish_reason":%b,"stop_reason":%b,"logprobs":'
+            parts.append(end % (to_json(reason), to_json(reply.stop_reason)))
+        parts.append(to_json(self._logprobs(reply.logprobs)) if reply is not None and reply.logprobs else b"null")
         if self.prompt_ids is not None and reply is not None:
             parts += [b',"token_ids":', to_json(ids_from_bytes(reply.output_ids).tolist())]
             if not self.is_chat and len(reply.output_ids) == 4 * reply.completion_tokens:  # the first chunk

@@ -172,9 +172,8 @@ class GenerationResponse(Response):
             finally:
                 watcher.cancel()
 
-    async def _take(self, submission: Submission) -> list[tuple[int, UserReply]]:
-        """Return the next replies by index. Raises `RequestError` if a generation has failed."""
-        replies = await submission.take()
+    def _intact(self, replies: list[tuple[int, UserReply]]) -> list[tuple[int, UserReply]]:
+        """Return `replies`, by index. Raises `RequestError` if a generation has failed."""
         for index, reply in replies:
             if reply.failure is not None:
                 raise reply.failure.error().named({"prompt": self._messages[index].param})
@@ -183,7 +182,7 @@ class GenerationResponse(Response):
     async def _body(self, submission: Submission) -> bytes:
         replies: list[list[UserReply]] = [[] for _ in self._messages]
         while not submission.is_done:
-            for index, reply in await self._take(submission):
+            for index, reply in self._intact(await submission.take()):
                 replies[index].append(reply)
         whole = [joined(parts) for parts in replies]
         if sum(1 + len(reply.logprobs) for reply in whole) > AT_ONCE:
@@ -192,7 +191,7 @@ class GenerationResponse(Response):
 
     async def _stream(self, submission: Submission, scope: Scope) -> None:
         send: Send = scope[RAW_SEND]
-        replies = await self._take(submission)
+        replies = self._intact(await submission.take())
         headers = [*_STREAM_HEADERS, *scope[HEADERS]]
         await send({"type": "http.response.start", "status": 200, "headers": headers})
         chunks = list(self._renderer.first_events(len(self._messages)))
@@ -207,7 +206,7 @@ class GenerationResponse(Response):
                     await send({"type": "http.response.body", "body": b"".join(chunks), "more_body": True})
                     limit.end()
                     chunks = []
-                    replies = await self._take(submission)
+                    replies = self._intact(await submission.take())
                 chunks += self._renderer.last_events(submission.last_replies, submission.timeline)
             except RequestError as e:
                 chunks.append(self._renderer.failure(e))
