@@ -22,12 +22,12 @@ from math import ceil, inf
 from typing import Any, Final
 
 import ray
-from fastapi import FastAPI
 from ray import serve
 from ray.serve.config import AutoscalingConfig, AutoscalingContext, AutoscalingPolicy, RequestRouterConfig
 from ray.serve.handle import DeploymentHandle, DeploymentResponseGenerator
 from ray.serve.request_router import PendingRequest, ReplicaID, RequestRouter, RunningReplica
 from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
+from starlette.applications import Starlette
 
 from minisgl.api.app import create_app
 from minisgl.api.dispatch import Dispatcher
@@ -207,11 +207,11 @@ class Api:
         self._app = create_app(args, served_model(args, checked, self._facts, self._processes))
         self._links: dict[int, asyncio.Task[None]] = {}  # by the index of the replica
 
-    def __serve_build_asgi_app__(self) -> FastAPI:
+    def __serve_build_asgi_app__(self) -> Starlette:
         inner = self._app.router.lifespan_context
 
         @contextlib.asynccontextmanager
-        async def lifespan(app: FastAPI) -> AsyncIterator[None]:
+        async def lifespan(app: Starlette) -> AsyncIterator[None]:
             with self._resources:
                 async with inner(app):
                     tasks = [asyncio.create_task(self._open_links()), asyncio.create_task(self._watch())]

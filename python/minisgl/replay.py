@@ -15,12 +15,15 @@ from typing import TYPE_CHECKING, cast
 import msgspec
 import numpy as np
 import uvicorn
-from fastapi import FastAPI, Request, Response
-from fastapi.responses import JSONResponse
+from starlette.applications import Starlette
+from starlette.middleware import Middleware
+from starlette.requests import Request
+from starlette.responses import JSONResponse, Response
+from starlette.routing import Route
 
 import minisgl
 from minisgl.api.gate import Access, Gate
-from minisgl.api.page import add_page
+from minisgl.api.page import page_routes
 from minisgl.core import BatchPlan, StepResult
 from minisgl.errors import ConfigError, MinisglError
 from minisgl.layout import NO_INTS
@@ -212,11 +215,8 @@ def serve(path: str, steps: int, port: int) -> None:
         body = {"view": view, "stats": stats, "replay": {"step": replay.step, "steps": steps}}
         return Response(msgspec.json.encode(body), media_type="application/json")
 
-    app = FastAPI(openapi_url=None)
-    add_page(app)
-    app.add_api_route("/v1/models", models)
-    app.add_api_route("/engine_view", show_step)
-    app.add_middleware(Gate, access=Access.of(ServerArgs()))
+    routes = [*page_routes(), Route("/v1/models", models), Route("/engine_view", show_step)]
+    app = Starlette(routes=routes, middleware=[Middleware(Gate, access=Access.of(ServerArgs()))])
     with socket.create_server(("127.0.0.1", port)) as sock:
         print(f"the Engine view of each step: http://127.0.0.1:{sock.getsockname()[1]}", flush=True)
         uvicorn.Server(uvicorn.Config(app, log_level="warning")).run([sock])

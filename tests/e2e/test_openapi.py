@@ -12,8 +12,15 @@ import msgspec
 import pytest
 
 from e2e.harness import ServerProcess
-from minisgl.api.openapi import ENDPOINTS, SAMPLE_URL
+from minisgl.api.app import served_routes
 from minisgl.api.protocol import AnthropicErrorResponse, ErrorResponse
+from minisgl.api.requests import SamplingDefaults, ServedModel
+from minisgl.api.routes import SAMPLE_URL
+from minisgl.params import Limits
+from minisgl.settings.options import ServerArgs
+
+MODEL = ServedModel("m", Limits(max_model_len=100, vocab_size=50), SamplingDefaults())
+ENDPOINTS = {endpoint.key: endpoint for endpoint in served_routes(ServerArgs(), MODEL).endpoints}
 
 CHAT = {"messages": [{"role": "user", "content": "What is 12 + 30?"}], "max_tokens": 8, "temperature": 0}
 TEXT = {"prompt": "Once", "max_tokens": 4, "return_timing": True, "n": 2}

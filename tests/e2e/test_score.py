@@ -12,8 +12,7 @@ import pytest
 
 from e2e.harness import ServerProcess, require_no_leak
 from e2e.test_embeddings import model, server  # noqa: F401  (fixtures)
-from e2e.test_openapi import EMBEDDING_PATHS, run_samples
-from minisgl.api.openapi import ENDPOINTS
+from e2e.test_openapi import EMBEDDING_PATHS, ENDPOINTS, run_samples
 from minisgl.api.protocol import RerankResponse, ScoreResponse
 
 TEXTS = ["Hello!", "A fox runs through the wood.", "東京", "Hello!"]

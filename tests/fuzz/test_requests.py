@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 from minisgl.api.frontend import _ENCODE_ERRORS
 from minisgl.api.generate import generate_messages
 from minisgl.api.parsers.output import OutputForms
-from minisgl.api.protocol import ChatCompletionRequest, CompletionRequest, GenerateRequest, GenerateSampling, parse_body
+from minisgl.api.protocol import ChatCompletionRequest, CompletionRequest, GenerateRequest, GenerateSampling
 from minisgl.api.requests import SamplingDefaults, chat_message, completion_messages
 from minisgl.checkpoint import hf
 from minisgl.errors import RequestError
@@ -22,6 +22,7 @@ from minisgl.process.queues import Codec
 from minisgl.scheduler.req import Admission
 from minisgl.settings.options import SchedulerConfig
 from minisgl.tokenizer.tokenize import TokenizeManager
+from support.bodies import parse_body
 from support.fuzz import ODD_NUMBERS, TEXTS, VALUES, fuzz
 
 CODEC: Codec[TokenizerMsg] = Codec(TokenizerMsg)

@@ -21,10 +21,9 @@ from typing import Any
 
 from starlette.types import Message
 
-from minisgl.api.frontend import Receipt, Submission
+from minisgl.api.frontend import Submission, Timeline
 from minisgl.api.http import DROP, HEADERS, RAW_SEND
-from minisgl.api.replies import failure_event
-from minisgl.api.responses import response_to
+from minisgl.api.responses import failure_event, response_to
 from minisgl.core import FinishReason
 from minisgl.errors import InvariantError, RequestError
 from minisgl.kvcache.tiers import TierSpec
@@ -121,7 +120,7 @@ class Client:
         if reply.finish_reason is not None:
             self.ends[index] = reply
 
-    def body(self, replies: list[UserReply], receipt: Receipt) -> bytes:
+    def body(self, replies: list[UserReply], timeline: Timeline) -> bytes:
         for index, reply in enumerate(replies):
             self.add(index, reply)
         return b"{}"
@@ -133,7 +132,7 @@ class Client:
         self.add(index, reply)
         yield b"data: more\n\n"
 
-    def last_events(self, replies: list[UserReply], receipt: Receipt) -> Iterator[bytes]:
+    def last_events(self, replies: list[UserReply], timeline: Timeline) -> Iterator[bytes]:
         yield b"data: end\n\n"
 
     def failure(self, error: RequestError) -> bytes:

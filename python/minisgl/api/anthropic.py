@@ -4,24 +4,24 @@ from __future__ import annotations
 
 import uuid
 from collections.abc import Callable, Iterator
-from typing import Any, Final
+from typing import Annotated, Any, Final
 
 import msgspec
-from fastapi import FastAPI, Request, Response
+from starlette.requests import Request
+from starlette.responses import Response
 
 from minisgl.api import protocol as p
 from minisgl.api.chat import json_schema_format, prepared, shared_fields
-from minisgl.api.frontend import Receipt
-from minisgl.api.http import anthropic_error, json_response, read_request, report_ignored, to_json
+from minisgl.api.frontend import Timeline
+from minisgl.api.http import anthropic_error, report_ignored, to_json
 from minisgl.api.parsers.output import TOOL_CALLS, OutputParser, Step
 from minisgl.api.parsers.pieces import Content, ParsedCall, Piece
-from minisgl.api.replies import Renderer, named_event
 from minisgl.api.requests import ServedModel, text_of, unsupported_type
-from minisgl.api.responses import response_to
+from minisgl.api.responses import Renderer, named_event, response_to
+from minisgl.api.routes import SSE, Routes
 from minisgl.core import FinishReason
 from minisgl.errors import RequestError
 from minisgl.message import TokenizeMsg, UserReply
-from minisgl.settings.options import ServerArgs
 
 # Field of a chat -> Anthropic's.
 NAMES: Final = {
@@ -141,14 +141,14 @@ def _usage(reply: UserReply) -> p.MessageUsage:
 class MessageRenderer(Renderer):
     """Writes the answer as blocks: thinking, text, tool use. A whole answer is built from the events of its stream."""
 
-    def __init__(self, model: str, new_parser: Callable[[], OutputParser] | None) -> None:
-        self._parser = new_parser() if new_parser else OutputParser(None, None)
+    def __init__(self, model: str, new_parser: Callable[[], OutputParser]) -> None:
+        self._parser = new_parser()
         self._name = "msg_" + uuid.uuid4().hex
         self._model = model
         self._blocks: list[dict[str, Any]] = []
         self._has_begun = False
 
-    def body(self, replies: list[UserReply], receipt: Receipt) -> bytes:
+    def body(self, replies: list[UserReply], timeline: Timeline) -> bytes:
         for _ in self.events(0, replies[0]):
             pass
         return to_json(self._message(replies[0], content=self._blocks, **self._end(replies[0])))
@@ -199,7 +199,7 @@ class MessageRenderer(Renderer):
             yield named_event("content_block_stop", index)
             self._blocks.append(complete)
 
-    def last_events(self, replies: list[UserReply], receipt: Receipt) -> Iterator[bytes]:
+    def last_events(self, replies: list[UserReply], timeline: Timeline) -> Iterator[bytes]:
         yield named_event("message_delta", {"delta": self._end(replies[0]), "usage": _usage(replies[0])})
         yield named_event("message_stop", {})
 
@@ -207,24 +207,25 @@ class MessageRenderer(Renderer):
         return named_event("error", {"error": anthropic_error(error).error})
 
 
-def add_messages_routes(app: FastAPI, args: ServerArgs, model: ServedModel) -> None:
+def add_messages_routes(routes: Routes) -> None:
     """Add POST /v1/messages and /v1/messages/count_tokens."""
+    args, model = routes.args, routes.model
 
-    async def read(request: Request) -> tuple[p.MessagesRequest, TokenizeMsg, Callable[[], OutputParser] | None]:
-        body = await read_request(request, p.MessagesRequest, args, model.name)
+    def read(request: Request, body: p.MessagesRequest) -> tuple[TokenizeMsg, Callable[[], OutputParser]]:
         conversation, left_out = chat_messages(body)
         report_ignored(request, left_out)
         # Anthropic's models reason only if they are asked to
-        chat = chat_request(body, model, conversation)
-        message, new_parser = prepared(request, chat, args, model, NAMES, thinks=False)
-        return body, message, new_parser
+        return prepared(request, chat_request(body, model, conversation), args, model, NAMES, thinks=False)
 
-    @app.post("/v1/messages")
-    async def messages(request: Request) -> Response:
-        body, message, new_parser = await read(request)
-        return response_to(app.state.frontend, [message], MessageRenderer(model.name, new_parser), body.stream, 1)
+    @routes.add("POST /v1/messages")
+    async def messages(request: Request, body: p.MessagesRequest) -> Annotated[Response, p.MessageObject, SSE]:
+        """Answer, in Anthropic's shape"""
+        message, new_parser = read(request, body)
+        renderer = MessageRenderer(model.name, new_parser)
+        return response_to(request.app.state.frontend, [message], renderer, body.stream, 1)
 
-    @app.post("/v1/messages/count_tokens")
-    async def count_tokens(request: Request) -> Response:
-        _, message, _ = await read(request)
-        return json_response(p.TokenCount(len(await app.state.frontend.prompt_ids(message))))
+    @routes.add("POST /v1/messages/count_tokens")
+    async def count_tokens(request: Request, body: p.MessagesRequest) -> p.TokenCount:
+        """The tokens of a conversation"""
+        message, _ = read(request, body)
+        return p.TokenCount(len(await request.app.state.frontend.prompt_ids(message)))

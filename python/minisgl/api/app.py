@@ -3,47 +3,47 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncIterator, Callable
+from collections.abc import AsyncIterator, Awaitable, Callable
 from contextlib import asynccontextmanager
-from typing import Any
+from typing import Any, Final
 
-from fastapi import FastAPI, Request, Response
-from fastapi.routing import APIRoute
+from starlette.applications import Starlette
 from starlette.exceptions import HTTPException
+from starlette.middleware import Middleware
 from starlette.middleware.cors import CORSMiddleware
-from starlette.requests import ClientDisconnect
+from starlette.requests import ClientDisconnect, Request
+from starlette.responses import Response
+from starlette.routing import Route
 
-import minisgl
 from minisgl.api.anthropic import add_messages_routes
-from minisgl.api.chat import prepared
 from minisgl.api.embeddings import add_embeddings_routes
 from minisgl.api.frontend import FrontendManager
 from minisgl.api.gate import ANY, Access, Gate
 from minisgl.api.generate import add_generate_route
-from minisgl.api.http import NAMES, error_response, read_request
+from minisgl.api.http import NAMES, error_response, json_response
 from minisgl.api.items import add_responses_routes
 from minisgl.api.metrics import Metrics
-from minisgl.api.openapi import openapi_schema
+from minisgl.api.openai import add_openai_routes
 from minisgl.api.operations import add_information_routes, add_status_routes, add_tokenizer_routes, add_view_route
-from minisgl.api.page import add_page
-from minisgl.api.parsers.output import OutputParser
-from minisgl.api.paths import unknown_path
-from minisgl.api.protocol import ChatCompletionRequest, CompletionRequest, StreamOptions
-from minisgl.api.replies import OpenAIRenderer
+from minisgl.api.page import page_routes
 from minisgl.api.request_log import RequestEnds, write_line
-from minisgl.api.requests import ServedModel, completion_messages, num_choices, with_choices
-from minisgl.api.responses import response_to
+from minisgl.api.requests import ServedModel
+from minisgl.api.routes import Routes, openapi_schema, unknown_path
 from minisgl.api.tracing import Traces, is_traced
 from minisgl.errors import RequestError
-from minisgl.message import TokenizeMsg
 from minisgl.settings.options import ServerArgs
 
+ADDERS: Final = (
+    *(add_openai_routes, add_responses_routes, add_messages_routes, add_generate_route, add_embeddings_routes),
+    *(add_status_routes, add_information_routes, add_tokenizer_routes),
+)
 
-def create_app(args: ServerArgs, model: ServedModel) -> FastAPI:
+
+def create_app(args: ServerArgs, model: ServedModel) -> Starlette:
     """Create the application. Its lifespan owns the `FrontendManager` at `app.state.frontend`."""
 
     @asynccontextmanager
-    async def lifespan(app: FastAPI) -> AsyncIterator[None]:
+    async def lifespan(app: Starlette) -> AsyncIterator[None]:
         frontend = FrontendManager(args, model.limits, Metrics(model.name))
         app.state.frontend = frontend
         try:
@@ -54,96 +54,56 @@ def create_app(args: ServerArgs, model: ServedModel) -> FastAPI:
                 await asyncio.get_running_loop().run_in_executor(None, traces.close)
 
     traces = Traces(args, model.name) if is_traced(args) else None
-    app = FastAPI(title="minisgl", version=minisgl.__version__, lifespan=lifespan, docs_url=None, redoc_url=None)
-    app.root_path = args.root_path.rstrip("/")
     access = Access.of(args)
-    app.add_middleware(Gate, access=access)
+    middleware = [Middleware(Gate, access=access)]
     if access.origins:
         allowed: dict[str, Any] = {"allow_methods": ["GET", "POST", "DELETE"], "allow_headers": ["*"]}
         allowed |= {"allow_origin_regex": ".*"} if ANY in access.origins else {"allow_origins": access.origins}
-        app.add_middleware(CORSMiddleware, **allowed, allow_private_network=True, expose_headers=["*"])
+        cors = Middleware(CORSMiddleware, **allowed, allow_private_network=True, expose_headers=["*"])
+        middleware.insert(0, cors)
     sinks = [*([write_line] if args.log_requests else []), *([] if traces is None else [traces.record])]
     if sinks:
-        app.add_middleware(RequestEnds, root_path=app.root_path, sinks=sinks)
-    _add_openai_routes(app, args, model)
-    add_responses_routes(app, args, model)
-    add_messages_routes(app, args, model)
-    add_generate_route(app, args, model)
-    add_embeddings_routes(app, args, model)
-    add_status_routes(app)
-    add_information_routes(app, args, model)
-    add_tokenizer_routes(app, args, model)
+        middleware.insert(0, Middleware(RequestEnds, root_path=access.root_path, sinks=sinks))
+    routes = served_routes(args, model)
+    document = openapi_schema(routes.endpoints)
+
+    async def openapi(_: Request) -> Response:
+        return json_response(document)
+
+    all_routes = [*routes.routes, *(page_routes() if args.ui else ()), Route("/openapi.json", openapi)]
+    return Starlette(
+        routes=all_routes, middleware=middleware, exception_handlers=_error_handlers(all_routes), lifespan=lifespan
+    )
+
+
+def served_routes(args: ServerArgs, model: ServedModel) -> Routes:
+    """Return the routes of the API."""
+    routes = Routes(args, model)
+    for add in ADDERS:
+        add(routes)
     if args.ui:
-        add_page(app)
-        add_view_route(app)
-    document = openapi_schema(app)
-    app.openapi = lambda: document  # type: ignore[method-assign]
-    _allow_head(app)
-    _add_error_handlers(app)
-    return app
+        add_view_route(routes)
+    return routes
 
 
-def _allow_head(app: FastAPI) -> None:
-    """Accept HEAD wherever GET is accepted (RFC 9110, 9.1), since probes use it. The HTTP server omits the body."""
-    for route in app.routes:
-        if isinstance(route, APIRoute) and route.methods and "GET" in route.methods:
-            route.methods.add("HEAD")
-
-
-def _add_error_handlers(app: FastAPI) -> None:
-    async def request_error(request: Request, e: Exception) -> Response:
-        assert isinstance(e, RequestError)
+def _error_handlers(routes: list[Route]) -> dict[Any, Callable[[Request, Any], Awaitable[Response]]]:
+    async def request_error(request: Request, e: RequestError) -> Response:
         return error_response(request.url.path, e.named(request.scope.get(NAMES, {})))
 
-    async def http_error(request: Request, e: Exception) -> Response:
-        assert isinstance(e, HTTPException)
+    async def http_error(request: Request, e: HTTPException) -> Response:
         path = request.url.path
-        message = unknown_path(path, paths) if e.status_code == 404 else e.detail
+        message = unknown_path(path, [route.path for route in routes]) if e.status_code == 404 else e.detail
         return error_response(path, RequestError(message, status=e.status_code), e.headers)
 
-    async def client_gone(_: Request, e: Exception) -> Response:
+    async def client_gone(_: Request, e: ClientDisconnect) -> Response:
         return Response(status_code=499)  # nginx's code for a closed connection; no client reads it
 
     async def internal_error(request: Request, e: Exception) -> Response:
         return error_response(request.url.path, RequestError("internal error; see the server's log", status=500))
 
-    paths = [route.path for route in app.routes if isinstance(route, APIRoute)]
-    app.add_exception_handler(RequestError, request_error)
-    app.add_exception_handler(HTTPException, http_error)
-    app.add_exception_handler(ClientDisconnect, client_gone)
-    app.add_exception_handler(Exception, internal_error)
-
-
-def _add_openai_routes(app: FastAPI, args: ServerArgs, model: ServedModel) -> None:
-    async def respond(
-        request: Request,
-        body: ChatCompletionRequest | CompletionRequest,
-        messages: list[TokenizeMsg],
-        new_parser: Callable[[], OutputParser] | None = None,
-    ) -> Response:
-        n = num_choices(body, args.max_choices)
-        renderer = OpenAIRenderer(
-            model.name,
-            isinstance(body, ChatCompletionRequest),
-            body.stream_options or StreamOptions(),
-            new_parser,
-            n=n,
-            # The header is for clients that cannot add fields to the body.
-            with_timing=bool(body.return_timing) or request.headers.get("x-minisgl-timing") == "1",
-            with_logprobs=messages[0].sampling_params.logprobs is not None,
-            with_usage=args.stream_usage,
-            prompt_ids=[await app.state.frontend.prompt_ids(m) for m in messages] if body.return_token_ids else None,
-        )
-        messages = with_choices(messages, n)
-        return response_to(app.state.frontend, messages, renderer, body.stream, n)
-
-    @app.post("/v1/chat/completions")
-    async def chat_completions(request: Request) -> Response:
-        body = await read_request(request, ChatCompletionRequest, args, model.name)
-        message, new_parser = prepared(request, body, args, model)
-        return await respond(request, body, [message], new_parser)
-
-    @app.post("/v1/completions")
-    async def completions(request: Request) -> Response:
-        body = await read_request(request, CompletionRequest, args, model.name)
-        return await respond(request, body, completion_messages(body, model.defaults, model.limits))
+    return {
+        RequestError: request_error,
+        HTTPException: http_error,
+        ClientDisconnect: client_gone,
+        Exception: internal_error,
+    }

@@ -6,7 +6,7 @@ from collections.abc import Callable, Mapping
 from typing import Any, Final
 
 import msgspec
-from fastapi import Request
+from starlette.requests import Request
 
 from minisgl.api.fields import unread_kwargs
 from minisgl.api.http import NAMES, report_ignored
@@ -20,15 +20,10 @@ from minisgl.settings.options import ServerArgs
 # Fields of a chat that turn reasoning on or off, and those of its values that turn it off.
 THINKS: Final = (
     *("thinking.type", "thinking", "enable_thinking", "think", "reasoning.enabled", "reasoning.effort", EFFORT),
-    *("reasoning.max_tokens", "thinking_budget", "thinking_budget_tokens", "thinking_token_budget"),
+    *("reasoning.max_tokens", "thinking_budget"),
 )
 OFF: Final = (False, 0, "none", "disabled", "off")
 NO_LIMIT: Final = -1  # of a budget, which turns nothing on or off
-# Fields without an effect.
-UNREAD: Final = (
-    *("verbosity", "reasoning.summary", "reasoning.generate_summary"),
-    *("thinking.budget_tokens", "thinking.display"),
-)
 TEXT: Final = {"type": "text"}
 
 
@@ -39,8 +34,8 @@ def prepared(
     model: ServedModel,
     names: Mapping[str, str] | None = None,
     thinks: bool | None = None,
-) -> tuple[TokenizeMsg, Callable[[], OutputParser] | None]:
-    """Return the message for `chat`, and a factory of its output parser (None: it needs no parser).
+) -> tuple[TokenizeMsg, Callable[[], OutputParser]]:
+    """Return the message for `chat`, and a factory of its output parser.
 
     `names` maps fields of a chat to their names in the API of `request`. All later errors of `request` use them.
     `thinks` turns reasoning on or off if `chat` does not.
@@ -129,7 +124,9 @@ def _with_switches(
         if not is_on and not forms.switches and (forms.reasoning is not None or EFFORT in variables):
             why = "the chat template of this model has no switch for it; leave the field out"
             raise unsupported(f"{name}: reasoning cannot be turned off: {why}", name)
-    unread = {name: None for name in UNREAD if _at(chat, name) is not None}
+    unread: dict[str, None] = {}
+    if chat.reasoning and chat.reasoning.summary is not None:  # reasoning is returned as the model wrote it
+        unread["reasoning.summary"] = None
     if thinks and not forms.switches and forms.reasoning is None:
         unread |= dict.fromkeys(asked)
     values = {} if thinks is None else {name: pair[thinks] for name, pair in forms.switches.items()}

@@ -4,21 +4,23 @@ from __future__ import annotations
 
 import base64
 from collections.abc import Callable
-from typing import Any, Final
+from dataclasses import dataclass
+from typing import Annotated, Any, Final
 
 import numpy as np
-from fastapi import FastAPI, Request, Response
+from starlette.requests import Request
+from starlette.responses import Response
 
 from minisgl.api import protocol as p
-from minisgl.api.frontend import Receipt
-from minisgl.api.http import read_request, to_json
-from minisgl.api.requests import ServedModel, prompt_messages
-from minisgl.api.responses import BodyResponse
-from minisgl.checkpoint.embedder import Vector
+from minisgl.api.frontend import Timeline
+from minisgl.api.http import to_json
+from minisgl.api.requests import prompt_messages
+from minisgl.api.responses import GenerationResponse, Renderer
+from minisgl.api.routes import Routes
+from minisgl.checkpoint.embedder import Embedder, Vector
 from minisgl.errors import RequestError
 from minisgl.message import TokenizeMsg, UserReply
 from minisgl.params import EMBED
-from minisgl.settings.options import ServerArgs
 
 MAX_INPUTS: Final = 2048  # OpenAI's limit, which clients rely on
 
@@ -37,10 +39,26 @@ def _cosine(a: Vector, b: Vector) -> float:
     return float(a @ b) / norm if norm > 0 else 0.0
 
 
-def add_embeddings_routes(app: FastAPI, args: ServerArgs, model: ServedModel) -> None:
-    """Add POST /v1/embeddings, /v1/score and /v1/rerank."""
+@dataclass
+class _VectorRenderer(Renderer):
+    embedder: Embedder
+    length: int
+    write: Body
 
-    def respond(inputs: dict[str, str | list[Any]], body: Body, dimensions: int | None = None) -> Response:
+    def body(self, replies: list[UserReply], timeline: Timeline) -> bytes:
+        assert all(reply.embedding for reply in replies), "a reply without an embedding"
+        tokens = sum(reply.prompt_tokens for reply in replies)
+        vectors = [self.embedder.vector(reply.embedding, self.length) for reply in replies]
+        return to_json(self.write(vectors, p.EmbeddingUsage(tokens, tokens)))
+
+
+def add_embeddings_routes(routes: Routes) -> None:
+    """Add POST /v1/embeddings, /v1/score and /v1/rerank."""
+    model = routes.model
+
+    def respond(
+        request: Request, inputs: dict[str, str | list[Any]], body: Body, dimensions: int | None = None
+    ) -> Response:
         """Return the response whose body `body` makes from the embeddings of `inputs`, the texts of each field.
 
         Raises `RequestError` (400) if the model generates text.
@@ -48,22 +66,15 @@ def add_embeddings_routes(app: FastAPI, args: ServerArgs, model: ServedModel) ->
         if (embedder := model.embedder) is None:
             error = f"{model.name!r} generates text and does not compute embeddings: its folder has no modules.json"
             raise RequestError(error, param="model", code="unsupported_endpoint")
-        length = embedder.length(dimensions)
-
-        def render(replies: list[UserReply], receipt: Receipt) -> bytes:
-            assert all(reply.embedding for reply in replies), "a reply without an embedding"
-            tokens = sum(reply.prompt_tokens for reply in replies)
-            vectors = [embedder.vector(reply.embedding, length) for reply in replies]
-            return to_json(body(vectors, p.EmbeddingUsage(tokens, tokens)))
-
+        renderer = _VectorRenderer(embedder, embedder.length(dimensions), body)
         messages: list[TokenizeMsg] = []
         for param, texts in inputs.items():
             messages += prompt_messages(texts, param, EMBED, model.limits, MAX_INPUTS - len(messages))
-        return BodyResponse(app.state.frontend, messages, render)
+        return GenerationResponse(request.app.state.frontend, messages, renderer)
 
-    @app.post("/v1/embeddings")
-    async def embeddings(request: Request) -> Response:
-        body = await read_request(request, p.EmbeddingRequest, args, model.name)
+    @routes.add("POST /v1/embeddings")
+    async def embeddings(request: Request, body: p.EmbeddingRequest) -> Annotated[Response, p.EmbeddingResponse]:
+        """Texts to vectors"""
         encoding = body.encoding_format or "float"
         if encoding not in ENCODINGS:
             raise RequestError(
@@ -76,11 +87,11 @@ def add_embeddings_routes(app: FastAPI, args: ServerArgs, model: ServedModel) ->
             data = [p.Embedding(i, encode(vector)) for i, vector in enumerate(vectors)]
             return p.EmbeddingResponse(data, model.name, usage)
 
-        return respond({"input": body.input}, result, body.dimensions)
+        return respond(request, {"input": body.input}, result, body.dimensions)
 
-    @app.post("/v1/score")
-    async def score(request: Request) -> Response:
-        body = await read_request(request, p.ScoreRequest, args, model.name)
+    @routes.add("POST /v1/score")
+    async def score(request: Request, body: p.ScoreRequest) -> Annotated[Response, p.ScoreResponse]:
+        """Similarity of texts"""
         first, second = ([t] if isinstance(t, str) else t for t in (body.text_1, body.text_2))
         if len(first) not in (1, len(second)) or not second:
             error = f"text_1 must be one text or as many as text_2, and has {len(first)} for {len(second)}"
@@ -91,11 +102,11 @@ def add_embeddings_routes(app: FastAPI, args: ServerArgs, model: ServedModel) ->
             scores = [p.Score(i, _cosine(a, b)) for i, (a, b) in enumerate(zip(left, right, strict=True))]
             return p.ScoreResponse(scores, model.name, usage)
 
-        return respond({"text_1": first, "text_2": second}, result)
+        return respond(request, {"text_1": first, "text_2": second}, result)
 
-    @app.post("/v1/rerank")
-    async def rerank(request: Request) -> Response:
-        body = await read_request(request, p.RerankRequest, args, model.name)
+    @routes.add("POST /v1/rerank")
+    async def rerank(request: Request, body: p.RerankRequest) -> Annotated[Response, p.RerankResponse]:
+        """Documents by similarity"""
         texts = [d if isinstance(d, str) else d.get("text") for d in body.documents]
         if not texts or not all(isinstance(text, str) for text in texts):
             raise RequestError("documents must be texts, or objects with a text", param="documents")
@@ -111,4 +122,4 @@ def add_embeddings_routes(app: FastAPI, args: ServerArgs, model: ServedModel) ->
             ]
             return p.RerankResponse(ranked[: body.top_n], model.name, usage)
 
-        return respond({"query": body.query, "documents": texts}, result)
+        return respond(request, {"query": body.query, "documents": texts}, result)

@@ -1,14 +1,18 @@
-"""Unknown fields, also inside known objects: those that would change the answer are refused, the others are reported.
+"""The one reader of request bodies: types, other names of our fields, and unknown fields, also inside known objects.
 
+Unknown fields that would change the answer are refused, the others are reported.
 `settings/fields.toml` has the names of other servers; docs/api.md shows them.
 """
 
 from __future__ import annotations
 
+import json
 import logging
+import re
+import sys
 from collections.abc import Collection, Iterable, Iterator, Mapping
 from functools import cache
-from typing import Any, Final
+from typing import Any, Final, Generic, NamedTuple, TypeVar
 
 import msgspec
 
@@ -33,61 +37,116 @@ ELSEWHERE: Final = {
     for kind in GENERATION
     for name in ABSENT[kind].union(kind.__struct_fields__)
 }
-MAX_UNKNOWN: Final = 128  # names in objects at one path
+MAX_UNKNOWN: Final = 128  # different names
 MAX_REPORTED: Final = 16  # names in the header; each with at most MAX_NAME characters
 MAX_NAME: Final = 64
 CLOSE: Final = 0.84  # the least similarity of a misspelt name to its field
-NULL: Final = b"null"
 
 _logged: set[str] = set()
 
-Fields = dict[str, msgspec.Raw]
-_Scalar = str | int | float | bool | None
-_VALUES: Final = msgspec.json.Decoder(Fields | list[Fields | list[msgspec.Raw] | _Scalar] | _Scalar)
+T = TypeVar("T", bound=msgspec.Struct)
 
 
-def with_our_names(body: bytes, kind: type[msgspec.Struct]) -> tuple[bytes, dict[str, str]]:
-    """Return the JSON `body` of a `kind` without aliases, and the client's names of the fields that had one.
+class Body(NamedTuple, Generic[T]):
+    """A request as its client wrote it: `names` maps our fields to the client's names, `ignored` have no effect."""
 
-    Raises `RequestError` (400) for a field that is given twice. A body that is no JSON object is returned as it is.
+    request: T
+    names: dict[str, str]
+    ignored: list[str]
+
+
+def read_body(body: bytes, kind: type[T], refuses: bool = False) -> Body[T]:
+    """Decode the JSON `body` as a `kind`. Raises `RequestError` (400) naming the invalid field.
+
+    `refuses` is `--unknown-fields refuse`. Integers may have any size or be written as 3.0; numbers beyond float64
+    become its largest.
     """
     names: dict[str, str] = {}
+
+    def read(given: Any) -> T:
+        names.update(rename_aliases(given, kind))
+        request = msgspec.convert(given, kind)
+        ignored.extend(ignored_fields(given, kind, refuses))
+        if isinstance(request, p.ChatCompletionRequest | p.TokenizeRequest) and request.messages is not None:
+            pairs = zip(request.messages, given["messages"], strict=True)
+            messages = [p.GivenMessage(**msgspec.structs.asdict(m) | {"given": sent}) for m, sent in pairs]
+            request = msgspec.structs.replace(request, messages=messages)
+        return request
+
+    ignored: list[str] = []
     try:
-        given = msgspec.json.decode(body, type=Fields)
-    except (msgspec.MsgspecError, UnicodeDecodeError, RecursionError):
-        return body, names
-    known = _objects_of(kind)[""]
-    for name in [n for n in given if n not in known and ALIASES.get(n) in known and bytes(given[n]) != NULL]:
-        ours = ALIASES[name]
-        if bytes(given.get(ours, NULL)) != NULL:
-            raise RequestError(f"{name} and {names.get(ours, ours)} exclude each other", param=name)
-        names[ours] = name
-        given[ours] = given.pop(name)
-    return (msgspec.json.encode(given) if names else body), names
+        try:
+            request = read(msgspec.json.decode(body))
+        except msgspec.ValidationError as e:
+            if "out of range" not in str(e) and "got `float`" not in str(e):
+                raise
+            request = read(_WHOLE.decode(body))
+    except RequestError as e:
+        raise e.named(names) from e
+    except msgspec.ValidationError as e:
+        error = RequestError(_readable(str(e)), param=_field_of(str(e)), code="invalid_type")
+        raise error.named(names) from e
+    except (ValueError, RecursionError) as e:
+        raise RequestError(f"the body is not valid JSON: {e}", code="invalid_json") from e
+    return Body(request, names, ignored)
 
 
-def ignored_fields(body: bytes, kind: type[msgspec.Struct], refuses: bool) -> list[str]:
-    """Return the names in the JSON `body`, which is a `kind`, that have no effect: dotted paths without indices.
+def _whole_number(text: str) -> int | float:
+    number = max(-sys.float_info.max, min(float(text), sys.float_info.max))
+    return int(number) if number.is_integer() else number
+
+
+_WHOLE: Final = msgspec.json.Decoder(float_hook=_whole_number)
+
+
+def _field_of(error: str) -> str | None:
+    """Return the path of the field that a msgspec error names, such as "messages[2].content"."""
+    found = re.search(r"at `\$\.?([^`]+)`", error), re.search(r"missing required field `(\w+)`", error)
+    return re.sub(r"(\[[^]]*\])+$", "", ".".join(match[1] for match in found if match)) or None
+
+
+def _readable(error: str) -> str:
+    return error.replace(" - at `$.", " at `").replace(" - at `$`", "")
+
+
+def rename_aliases(given: Any, kind: type[msgspec.Struct], path: str = "") -> dict[str, str]:
+    """Give aliases in `given`, the object at `path` in a `kind`, our names. Return our name -> the client's for each.
+
+    Raises `RequestError` (400) for a field that has two values.
+    """
+    names: dict[str, str] = {}
+    fields = given if isinstance(given, dict) else {}
+    known = _objects_of(kind).get(path, frozenset())
+    for name in [n for n, value in fields.items() if n not in known and ALIASES.get(n) in known and value is not None]:
+        ours, value = ALIASES[name], fields.pop(name)
+        full = _join(path, name)
+        if fields.get(ours) not in (None, value):
+            raise RequestError(f"{full} and {names.get(ours, ours)} exclude each other", param=full)
+        names[ours] = full
+        fields[ours] = value
+    return names if path else names | rename_aliases(fields.get("sampling_params"), kind, "sampling_params")
+
+
+def ignored_fields(body: Any, kind: type[msgspec.Struct], refuses: bool) -> list[str]:
+    """Return the names in `body`, a `kind` in JSON's types, that have no effect: dotted paths without indices.
 
     Raises `RequestError` (400) for a name that has an effect in other servers, that misspells a field, or, with
     `refuses`, that is not a field.
     """
     objects = _objects_of(kind)
     ignored: set[str] = set()
-    for path, found in _levels([("", msgspec.Raw(body))], "", objects):
-        unknown = set[str]().union(*(given for _, given in found)) - objects[path]
-        if len(unknown) > MAX_UNKNOWN:
-            raise RequestError(f"there are more than {MAX_UNKNOWN} names that are not fields", param=path or None)
-        for where, given in found if unknown else ():
-            for name in sorted(unknown.intersection(given)):
-                full, value = _join(path, name), bytes(given[name])
+    for path, found in _levels([("", body)], "", objects):
+        for where, given in found:
+            for name in sorted(given.keys() - objects[path]):
+                full, value = _join(path, name), given[name]
                 key = full.removeprefix("sampling_params.")  # its fields are those of a chat
-                if value == NULL or _changes_nothing(key, value, kind):
+                if full in ignored or value is None or _changes_nothing(key, value, kind):
                     continue
                 if key not in HARMLESS or key in ABSENT.get(kind, ()):
                     _require_unknown(key, _join(where, name)[:MAX_NAME], value, kind, objects[path], refuses)
                 ignored.add(full)
-                unknown.discard(name)
+                if len(ignored) > MAX_UNKNOWN:
+                    raise RequestError(f"there are more than {MAX_UNKNOWN} names that are not fields")
     return sorted(ignored)
 
 
@@ -145,19 +204,13 @@ def _objects_of(kind: type[msgspec.Struct]) -> dict[str, frozenset[str]]:
 
 
 def _levels(
-    values: list[tuple[str, msgspec.Raw]], path: str, objects: Mapping[str, frozenset[str]]
-) -> Iterator[tuple[str, list[tuple[str, Fields]]]]:
-    """Yield each path to objects whose fields are known, with these objects and their paths with indices.
-
-    A body may have a million objects, so each level is decoded as a whole.
-    """
-    found: list[tuple[str, Fields]] = []
+    values: list[tuple[str, Any]], path: str, objects: Mapping[str, frozenset[str]]
+) -> Iterator[tuple[str, list[tuple[str, dict[str, Any]]]]]:
+    """Yield each path to objects whose fields are known, with these objects and their paths with indices."""
+    found = [(where, value) for where, value in values if isinstance(value, dict)]
     for where, value in values:
-        match _objects_in(value):
-            case dict(given):
-                found.append((where, given))
-            case list(items):
-                found += [(f"{where}[{i}]", item) for i, item in enumerate(items) if item and isinstance(item, dict)]
+        if isinstance(value, list):
+            found += [(f"{where}[{i}]", item) for i, item in enumerate(value) if isinstance(item, dict) and item]
     yield path, found
     for name in sorted(objects[path]):
         if (inner := _join(path, name)) in objects:
@@ -165,22 +218,14 @@ def _levels(
             yield from _levels(inside, inner, objects)
 
 
-def _objects_in(value: msgspec.Raw) -> Any:
-    try:
-        return _VALUES.decode(value)
-    except msgspec.ValidationError:
-        return None  # a number beyond float64, which no object's place may have
-
-
-def _changes_nothing(name: str, value: bytes, kind: type[msgspec.Struct]) -> bool:
-    """Return whether the JSON `value` means the same as null in the unknown field `name`."""
+def _changes_nothing(name: str, value: Any, kind: type[msgspec.Struct]) -> bool:
+    """Return whether `value` means the same as null in the unknown field `name`."""
     same = FOREIGN[name] if name in FOREIGN else ELSEWHERE.get(name, ()) if kind in GENERATION else ()
-    value = value if value.startswith(b'"') else value.translate(None, b" \t\r\n")
-    return value in map(msgspec.json.encode, (*same, *(float(v) for v in same if type(v) is int)))
+    return any(value == v and isinstance(value, bool) == isinstance(v, bool) for v in same)
 
 
 def _require_unknown(
-    name: str, where: str, value: bytes, kind: type[msgspec.Struct], known: frozenset[str], refuses: bool
+    name: str, where: str, value: Any, kind: type[msgspec.Struct], known: frozenset[str], refuses: bool
 ) -> None:
     """Raise `RequestError` for a name that is known elsewhere, misspells one of `known`, or with `refuses`."""
     absent = ABSENT.get(kind, frozenset())
@@ -190,7 +235,7 @@ def _require_unknown(
     hint = f"; use {use}" if use and not is_other else ""
     why = ""
     if name in absent:
-        why = f"={value[:60].decode(errors='replace')} is not supported{hint}"
+        why = f"={json.dumps(value)[:60]} is not supported{hint}"
     elif name in FOREIGN or name in ALIASES:
         why = f" is not supported{hint}"
     elif name in _objects_of(kind).get("sampling_params", ()):

@@ -7,6 +7,7 @@ import contextlib
 import itertools
 import time
 from collections.abc import AsyncIterator, Awaitable, Sequence
+from dataclasses import dataclass
 from typing import Final
 
 import msgspec
@@ -60,51 +61,44 @@ def joined(replies: Sequence[UserReply]) -> UserReply:
     )
 
 
-class Receipt:
-    """The timing of one HTTP request (`return_timing`), in seconds of the monotonic clock.
+@dataclass(slots=True)
+class Generation:
+    """One generation of a submission: its newest reply, and the times of its tokens by the monotonic clock."""
 
-    Of several generations, the longest wait and the sum of prefill chunks count. A receipt is updated only at the first
-    token and at the end of each generation.
-    """
+    index: int
+    reply: UserReply
+    first: UserReply | None = None  # the reply to the first token
+    first_at: float = 0.0
+    last_at: float = 0.0
 
-    def __init__(self, created: float) -> None:
-        self.created = created
-        self._first: float | None = None  # the time of the first token of any generation
-        self._last = created
-        self._queue_seconds = 0.0
-        self._chunks = 0
-        self._num_started = 0
 
-    def start(self, reply: UserReply, now: float) -> None:
-        """Record the first token of a generation."""
-        if self._first is None:
-            self._first = now
-        self._queue_seconds = max(self._queue_seconds, reply.queue_seconds)
-        self._chunks += reply.prefill_chunks
-        self._num_started += 1
+@dataclass(frozen=True)
+class Timeline:
+    """The times of one HTTP request, by the monotonic clock. Of several generations, the longest wait counts."""
 
-    def end(self, now: float) -> None:
-        """Record the end of a generation."""
-        self._last = now
+    created: float
+    first: float | None = None  # the first token of any generation
+    last: float = 0.0
+    queue_seconds: float = 0.0
+    prefill_chunks: int = 0
+    num_started: int = 0
 
     def phases(self) -> dict[str, tuple[float, float]]:
         """Return begin and end of the phases that were reached: queue, prefill (with tokenization), and decode."""
-        if self._first is None:
-            return {"queue": (self.created, max(self.created, self._last))}
-        queued = min(self.created + self._queue_seconds, self._first)
-        last = max(self._first, self._last)
-        return {"queue": (self.created, queued), "prefill": (queued, self._first), "decode": (self._first, last)}
+        if self.first is None:
+            return {"queue": (self.created, max(self.created, self.last))}
+        queued = min(self.created + self.queue_seconds, self.first)
+        return {"queue": (self.created, queued), "prefill": (queued, self.first), "decode": (self.first, self.last)}
 
     def timing(self, usage: Usage) -> Timing:
         """Return the timing for the client. The rate excludes first tokens; it is None if there are no others."""
-        first = self._last if self._first is None else self._first
-        decoded = usage.completion_tokens - self._num_started
-        seconds = self._last - first
+        decoded = usage.completion_tokens - self.num_started
+        seconds = 0.0 if self.first is None else self.last - self.first
         return Timing(
-            queue_ms=round(1e3 * self._queue_seconds, 3),
-            ttft_ms=None if self._first is None else round(1e3 * (first - self.created), 3),
+            queue_ms=round(1e3 * self.queue_seconds, 3),
+            ttft_ms=None if self.first is None else round(1e3 * (self.first - self.created), 3),
             cached_tokens=usage.prompt_tokens_details.cached_tokens,
-            prefill_chunks=self._chunks,
+            prefill_chunks=self.prefill_chunks,
             tokens_per_s=round(decoded / seconds, 2) if decoded > 0 and seconds > 0 else None,
         )
 
@@ -118,25 +112,34 @@ class Submission:
 
     def __init__(self, frontend: FrontendManager, messages: Sequence[TokenizeMsg], n: int) -> None:
         """Take `messages` that have uids. Each `n` adjacent ones are choices for one prompt."""
-        uids = [m.uid for m in messages]
-        self.receipt = Receipt(time.monotonic())
-        self.uids = tuple(uids)
+        self.created = time.monotonic()
+        self.uids = tuple(m.uid for m in messages)
         self.n = n
+        self.unfinished = set(self.uids)
         self._frontend = frontend
-        self._index = {uid: i for i, uid in enumerate(uids)}
-        self.unfinished = set(uids)
+        self._generations = {uid: Generation(i, UserReply(uid=uid)) for i, uid in enumerate(self.uids)}
         self._pending: dict[int, UserReply] = {}
         self._waiter: asyncio.Future[None] | None = None  # set while `take` waits
-        self._held = {uids[i]: messages[i + 1 : i + n] for i in range(0, len(uids), n) if n > 1}
+        self._held = {self.uids[i]: messages[i + 1 : i + n] for i in range(0, len(messages), n) if n > 1}
         self._is_abandoned = False
-        self._first_token: dict[int, tuple[float, float]] = {}  # (time, seconds in the queue before)
-        self._last_token: dict[int, float] = {}
-        self._last_reply: dict[int, UserReply] = {}
 
     @property
     def last_replies(self) -> list[UserReply]:
         """The newest reply to each generation, by index; an empty reply if there is none."""
-        return [self._last_reply.get(uid) or UserReply(uid=uid) for uid in self.uids]
+        return [generation.reply for generation in self._generations.values()]
+
+    @property
+    def timeline(self) -> Timeline:
+        """The times so far."""
+        started = [(g, g.first) for g in self._generations.values() if g.first is not None]
+        return Timeline(
+            self.created,
+            min((g.first_at for g, _ in started), default=None),
+            max(g.last_at for g in self._generations.values()),
+            max((first.queue_seconds for _, first in started), default=0.0),
+            sum(first.prefill_chunks for _, first in started),
+            len(started),
+        )
 
     @property
     def is_done(self) -> bool:
@@ -165,33 +168,33 @@ class Submission:
     def _measure(self, reply: UserReply) -> None:
         now = time.monotonic()
         metrics = self._frontend.metrics
-        last = self._last_token.get(reply.uid)
-        if last is None and reply.completion_tokens:
-            metrics.time_to_first_token.observe(now - self.receipt.created)
+        generation = self._generations[reply.uid]
+        if generation.first is not None:
+            metrics.inter_token_latency.observe(now - generation.last_at)
+        elif reply.completion_tokens:
+            metrics.time_to_first_token.observe(now - self.created)
             metrics.queue_time.observe(reply.queue_seconds)
-            self.receipt.start(reply, now)
-            self._first_token[reply.uid] = now, reply.queue_seconds
-        elif last is not None:
-            metrics.inter_token_latency.observe(now - last)
-        self._last_token[reply.uid] = now
-        self._last_reply[reply.uid] = reply
+            generation.first, generation.first_at = reply, now
+        generation.last_at, generation.reply = now, reply
         if reply.finish_reason is not None:
-            metrics.observe_end(reply.finish_reason, self._figures(reply, now))
-            self.receipt.end(now)
+            metrics.observe_end(reply.finish_reason, self._figures(generation))
 
-    def _figures(self, reply: UserReply, now: float) -> dict[str, float]:
-        """Return tokens and times of a generation that ends `now`, for `Metrics.observe_end`."""
-        first, queued = self._first_token.get(reply.uid, (now, reply.queue_seconds))
-        total, decode, tokens = now - self.receipt.created, now - first, reply.completion_tokens
+    def _figures(self, generation: Generation) -> dict[str, float]:
+        """Return tokens and times of a generation that has ended, for `Metrics.observe_end`."""
+        reply, queued = generation.reply, (generation.first or generation.reply).queue_seconds
+        total = generation.last_at - self.created
+        decode = 0.0 if generation.first is None else generation.last_at - generation.first_at
         figures = {
             "e2e_request_latency_seconds": total,
             "request_prompt_tokens": reply.prompt_tokens,
-            "request_generation_tokens": tokens,
+            "request_generation_tokens": reply.completion_tokens,
             "request_prefill_time_seconds": max(0.0, total - decode - queued),
             "request_decode_time_seconds": decode,
             "request_inference_time_seconds": max(0.0, total - queued),
         }
-        return figures | ({"request_time_per_output_token_seconds": decode / (tokens - 1)} if tokens > 1 else {})
+        if reply.completion_tokens > 1:
+            figures["request_time_per_output_token_seconds"] = decode / (reply.completion_tokens - 1)
+        return figures
 
     def abandon(self) -> None:
         """Record that the client is gone: `take` then raises `ClientGoneError`."""
@@ -212,40 +215,7 @@ class Submission:
         if self._held:
             started = [uid for uid, reply in pending.items() if reply.failure is None]
             await self._frontend.send([m for uid in started for m in self._held.pop(uid, ())])
-        return [(self._index[uid], reply) for uid, reply in pending.items()]
-
-
-class Queries:
-    """Open queries to other processes (/tokenize, /detokenize, /engine_view), by the uid of their reply."""
-
-    def __init__(self) -> None:
-        self._waiting: dict[int, asyncio.Future[ConversionReply | EngineView]] = {}
-
-    def __len__(self) -> int:
-        return len(self._waiting)
-
-    async def ask(self, uid: int, sending: Awaitable[None]) -> ConversionReply | EngineView:
-        """Send a query and wait for the reply with its `uid`. Raises `RequestError` for a failure."""
-        self._waiting[uid] = asyncio.get_running_loop().create_future()
-        try:
-            await sending
-            reply = await self._waiting[uid]
-        finally:
-            del self._waiting[uid]
-        if isinstance(reply, ConversionReply) and reply.failure is not None:
-            raise reply.failure.error()
-        return reply
-
-    def answer(self, reply: ConversionReply | EngineView) -> None:
-        """Deliver a reply. A reply to a closed query is dropped."""
-        future = self._waiting.get(reply.uid)
-        if future is not None and not future.done():
-            future.set_result(reply)
-
-    def fail(self, failure: Failure) -> None:
-        """End all queries with `failure`."""
-        for uid in self._waiting:
-            self.answer(ConversionReply(uid=uid, failure=failure))
+        return [(self._generations[uid].index, reply) for uid, reply in pending.items()]
 
 
 class FrontendManager:
@@ -263,7 +233,8 @@ class FrontendManager:
         self._args = args
         self._uids = itertools.count((args.life << UID_BITS) + 1)
         self._submissions: dict[int, Submission] = {}
-        self._queries = Queries()
+        # Open queries to other processes (/tokenize, /detokenize, /engine_view), by the uid of their reply.
+        self._queries: dict[int, asyncio.Future[ConversionReply | EngineView]] = {}
         self._inbox: ZmqAsyncPullQueue[FrontendMsg] = ZmqAsyncPullQueue(args.zmq_frontend_addr, Codec(FrontendMsg))
         self._tokenizers: list[ZmqPushQueue[TokenizerMsg]] = [
             ZmqPushQueue(addr, Codec(TokenizerMsg)) for addr in args.zmq_tokenizer_addrs
@@ -340,11 +311,29 @@ class FrontendManager:
         self._require_capacity(1)
         uid = next(self._uids)
         try:
-            reply = await self._queries.ask(uid, self._tokenize(msgspec.structs.replace(msg, uid=uid)))
+            reply = await self._ask(uid, self._tokenize(msgspec.structs.replace(msg, uid=uid)))
         except RequestError as e:
             raise e.named({"prompt": msg.prompt.param} if isinstance(msg, EncodeMsg) else {}) from e
         assert isinstance(reply, ConversionReply), f"a {type(reply).__name__} is not a conversion"
         return reply
+
+    async def _ask(self, uid: int, sending: Awaitable[None]) -> ConversionReply | EngineView:
+        """Send a query and wait for the reply with its `uid`. Raises `RequestError` for a failure."""
+        self._queries[uid] = asyncio.get_running_loop().create_future()
+        try:
+            await sending
+            reply = await self._queries[uid]
+        finally:
+            del self._queries[uid]
+        if isinstance(reply, ConversionReply) and reply.failure is not None:
+            raise reply.failure.error()
+        return reply
+
+    def _answer(self, reply: ConversionReply | EngineView) -> None:
+        """Deliver the reply to a query. A reply to a closed query is dropped."""
+        future = self._queries.get(reply.uid)
+        if future is not None and not future.done():
+            future.set_result(reply)
 
     async def prompt_ids(self, message: TokenizeMsg) -> list[int]:
         """Return the token ids of a prompt; ask a tokenizer if needed. Raises `RequestError` like `convert`."""
@@ -364,7 +353,7 @@ class FrontendManager:
         uid = next(self._uids)
         try:
             async with asyncio.timeout(VIEW_TIMEOUT_S):
-                reply = await self._queries.ask(uid, self.dispatcher.put(ViewMsg(uid=uid), index))
+                reply = await self._ask(uid, self.dispatcher.put(ViewMsg(uid=uid), index))
         except TimeoutError:
             raise RequestError("the engine is too busy to send a view; try again", code="no_view", status=503) from None
         assert isinstance(reply, EngineView), f"a {type(reply).__name__} is not a view"
@@ -401,7 +390,8 @@ class FrontendManager:
         """End all open requests with an error, and accept no new ones."""
         self.failure = self.failure or cause
         failure = Failure(message=cause, code="server_failed", status=503)
-        self._queries.fail(failure)
+        for uid in self._queries:
+            self._answer(ConversionReply(uid=uid, failure=failure))
         for uid, submission in self._submissions.items():
             submission.push(UserReply(uid=uid, finish_reason=FinishReason.ERROR, failure=failure))
 
@@ -430,7 +420,7 @@ class FrontendManager:
                     if (submission := self._submissions.get(msg.uid)) is not None:
                         submission.push(msg)
                 elif isinstance(msg, ConversionReply | EngineView):
-                    self._queries.answer(msg)
+                    self._answer(msg)
                 elif isinstance(msg, StatsMsg | PrefixesMsg | LostMsg):
                     await self.dispatcher.note(msg)
                     if isinstance(msg, StatsMsg):

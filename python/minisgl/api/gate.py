@@ -103,6 +103,7 @@ class Gate:
             return
         headers = Headers(scope=scope)
         scope["path"] = self._access.served_path(scope["path"])
+        scope["root_path"] = self._access.root_path or scope["root_path"]
         name = headers.get("x-request-id", "")
         if not (0 < len(name) <= MAX_REQUEST_ID and name.isprintable() and name.isascii()):
             name = uuid.uuid4().hex

@@ -6,18 +6,18 @@ import time
 import uuid
 from collections.abc import Iterator
 from dataclasses import dataclass
-from typing import Any, Final
+from typing import Annotated, Any, Final
 
 import msgspec
-from fastapi import FastAPI, Request, Response
+from starlette.requests import Request
+from starlette.responses import Response
 
-from minisgl.api.frontend import Receipt
-from minisgl.api.http import NAMES, read_request, to_json
-from minisgl.api.protocol import GenerateRequest, GenerateSampling
-from minisgl.api.replies import DONE, Renderer, event, finite
+from minisgl.api.frontend import Timeline
+from minisgl.api.http import NAMES, to_json
+from minisgl.api.openai import finite
+from minisgl.api.protocol import Generated, GenerateRequest, GenerateSampling
 from minisgl.api.requests import (
     SamplingDefaults,
-    ServedModel,
     is_batch,
     num_choices,
     prompt_messages,
@@ -25,12 +25,12 @@ from minisgl.api.requests import (
     sampling_params,
     with_choices,
 )
-from minisgl.api.responses import response_to
+from minisgl.api.responses import DONE, Renderer, event, response_to
+from minisgl.api.routes import SSE, Routes
 from minisgl.core import FinishReason
 from minisgl.errors import RequestError, unsupported
 from minisgl.message import TokenizeMsg, TokenLogprob, UserReply, ids_from_bytes
 from minisgl.params import MAX_LOGPROBS, Limits
-from minisgl.settings.options import ServerArgs
 
 DEFAULT_MAX_TOKENS: Final = 128  # SGLang's
 
@@ -64,10 +64,6 @@ class LogprobForm:
     def entry(self, token: int, data: bytes, logprob: float | None) -> LogprobEntry:
         """Return a token in SGLang's form."""
         return finite(logprob), token, data.decode(errors="replace") if self.has_text else None
-
-    def alternatives(self, token: TokenLogprob) -> list[LogprobEntry]:
-        """Return the most likely tokens at the position of `token`."""
-        return [self.entry(*alternative) for alternative in token.top]
 
 
 def _requested_prompt(request: GenerateRequest) -> tuple[str, str | list[Any]]:
@@ -145,8 +141,9 @@ class _Generation:
         self._has_begun = False
         self._text = ""
         self._ids = _GrowingArray()
-        self._logprobs = {"input": _GrowingArray(), "output": _GrowingArray()}
-        self._top_logprobs = {"input": _GrowingArray(), "output": _GrowingArray()}
+        # By the name in `meta_info`.
+        kinds = ("token_logprobs", "top_logprobs") if form is not None and form.has_top else ("token_logprobs",)
+        self._logprobs = {f"{side}_{kind}": _GrowingArray() for side in ("input", "output") for kind in kinds if form}
 
     def add(self, reply: UserReply) -> None:
         """Add an increment. The first one begins with the log-probabilities of the prompt, if requested."""
@@ -160,19 +157,21 @@ class _Generation:
             prompt, tokens = tokens[: reply.prompt_tokens], tokens[reply.prompt_tokens :]
             for i, token in enumerate(prompt[self._form.start :]):
                 # SGLang gives no value for the first token that it returns, wherever that token is.
-                self._logprobs["input"].append(self._form.entry(token.id, token.data, token.logprob if i else None))
-                self._top_logprobs["input"].append(self._form.alternatives(token) if i else None)
+                self._append(self._form, "input", token, is_known=i > 0)
         self._has_begun = True
         for token in tokens:
-            self._logprobs["output"].append(self._form.entry(token.id, token.data, token.logprob))
-            self._top_logprobs["output"].append(self._form.alternatives(token))
+            self._append(self._form, "output", token)
+
+    def _append(self, form: LogprobForm, side: str, token: TokenLogprob, is_known: bool = True) -> None:
+        entry = form.entry(token.id, token.data, token.logprob if is_known else None)
+        self._logprobs[f"{side}_token_logprobs"].append(entry)
+        if form.has_top:
+            top = [form.entry(*alternative) for alternative in token.top] if is_known else None
+            self._logprobs[f"{side}_top_logprobs"].append(top)
 
     def result(self, meta: dict[str, Any]) -> dict[str, Any]:
         """Return the body of the response, with `meta` in its `meta_info`."""
-        if self._form is not None:
-            meta |= {f"{side}_token_logprobs": array.json() for side, array in self._logprobs.items()}
-            if self._form.has_top:
-                meta |= {f"{side}_top_logprobs": array.json() for side, array in self._top_logprobs.items()}
+        meta |= {name: array.json() for name, array in self._logprobs.items()}
         return {"text": self._text, "output_ids": self._ids.json(), "meta_info": meta}
 
 
@@ -186,7 +185,7 @@ class GenerateRenderer(Renderer):
         self._started = time.monotonic()
         self._generations = [_Generation(logprobs) for _ in ids]
 
-    def body(self, replies: list[UserReply], receipt: Receipt) -> bytes:
+    def body(self, replies: list[UserReply], timeline: Timeline) -> bytes:
         results = [self._result(i, reply) for i, reply in enumerate(replies)]
         return to_json(results if self._is_list else results[0])
 
@@ -194,7 +193,7 @@ class GenerateRenderer(Renderer):
         extra = {"index": index} if self._is_list else {}
         yield event(to_json(self._result(index, reply) | extra))
 
-    def last_events(self, replies: list[UserReply], receipt: Receipt) -> Iterator[bytes]:
+    def last_events(self, replies: list[UserReply], timeline: Timeline) -> Iterator[bytes]:
         yield DONE
 
     def _result(self, index: int, reply: UserReply) -> dict[str, Any]:
@@ -220,16 +219,18 @@ class GenerateRenderer(Renderer):
         )
 
 
-def add_generate_route(app: FastAPI, args: ServerArgs, model: ServedModel) -> None:
+def add_generate_route(routes: Routes) -> None:
     """Add POST /generate."""
+    model = routes.model
 
-    @app.post("/generate")
-    async def generate(request: Request) -> Response:
-        body = await read_request(request, GenerateRequest, args, model.name)
+    @routes.add("POST /generate")
+    async def generate(request: Request, body: GenerateRequest) -> Annotated[Response, Generated, SSE]:
+        """Continue a text, in SGLang's shape"""
         if body.sampling_params is not None:
-            request.scope[NAMES] |= {name: f"sampling_params.{name}" for name in GenerateSampling.__struct_fields__}
-        n = num_choices(_sampling_fields(body), args.max_choices)
+            inner = {name: f"sampling_params.{name}" for name in GenerateSampling.__struct_fields__}
+            request.scope[NAMES] = inner | request.scope[NAMES]
+        n = num_choices(_sampling_fields(body), routes.args.max_choices)
         messages = with_choices(generate_messages(body, model.defaults, model.limits), n)
         is_list = n > 1 or is_batch(_requested_prompt(body)[1])
         renderer = GenerateRenderer(is_list, generation_ids(body.rid, len(messages), n, is_list), LogprobForm.of(body))
-        return response_to(app.state.frontend, messages, renderer, body.stream, n)
+        return response_to(request.app.state.frontend, messages, renderer, body.stream, n)

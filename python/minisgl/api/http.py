@@ -8,10 +8,11 @@ from collections.abc import Mapping
 from typing import Any, Final, TypeVar
 
 import msgspec
-from fastapi import Request, Response
+from starlette.requests import Request
+from starlette.responses import Response
 
-from minisgl.api.fields import ignored_fields, told, with_our_names
-from minisgl.api.protocol import AnthropicError, AnthropicErrorResponse, ErrorDetail, ErrorResponse, parse_body
+from minisgl.api.fields import read_body, told
+from minisgl.api.protocol import AnthropicError, AnthropicErrorResponse, ErrorDetail, ErrorResponse
 from minisgl.errors import RequestError
 from minisgl.settings.options import ServerArgs, split_list
 
@@ -106,13 +107,12 @@ async def read_request(request: Request, kind: type[T], args: ServerArgs, served
         is_utf8 = False
     if not is_utf8:
         raise RequestError("the body is not UTF-8 (RFC 8259, 8.1)", code="invalid_json")
-    text, request.scope[NAMES] = with_our_names(text, kind)
-    parsed = parse_body(text, kind)
+    parsed, request.scope[NAMES], ignored = read_body(text, kind, args.unknown_fields == "refuse")
     requested: str | None = getattr(parsed, "model", None)
     if requested is not None and requested not in (served, *ANY_MODEL, *split_list(args.served_model_name)):
         message = f"model {requested[:100]!r} is not served here, only {served!r}"
         raise RequestError(message, param="model", code="model_not_found", status=404)
-    report_ignored(request, ignored_fields(text, kind, args.unknown_fields == "refuse"))
+    report_ignored(request, ignored)
     return parsed
 
 

@@ -6,25 +6,25 @@ import time
 import uuid
 from collections import OrderedDict
 from collections.abc import Callable, Iterator, Sequence
-from typing import Any, Final
+from typing import Annotated, Any, Final
 
 import msgspec
-from fastapi import FastAPI, Request, Response
+from starlette.requests import Request
+from starlette.responses import Response
 
 from minisgl.api import protocol as p
 from minisgl.api.chat import json_schema_format, prepared, shared_fields
-from minisgl.api.frontend import Receipt
-from minisgl.api.http import json_response, read_request, report_ignored, to_json
+from minisgl.api.frontend import Timeline
+from minisgl.api.http import report_ignored, to_json
 from minisgl.api.parsers.output import OutputParser, Step
 from minisgl.api.parsers.pieces import Content, ParsedCall, Reasoning
-from minisgl.api.replies import Renderer, named_event
 from minisgl.api.requests import ServedModel, text_of
-from minisgl.api.responses import response_to
+from minisgl.api.responses import Renderer, named_event, response_to
+from minisgl.api.routes import SSE, Routes
 from minisgl.core import FinishReason
 from minisgl.errors import RequestError, unsupported
 from minisgl.message import UserReply
 from minisgl.params import SamplingParams
-from minisgl.settings.options import ServerArgs
 
 MAX_KEPT: Final = 4096  # responses
 MAX_KEPT_BYTES: Final = 64 << 20
@@ -192,8 +192,7 @@ def _ignored(body: p.ResponsesRequest) -> list[str]:
     for name in body.include or ():
         if name != PLAIN_REASONING and name not in hosted:
             raise unsupported(f"include={name[:60]!r} is not supported", "include")
-    verbosity = ["text.verbosity"] * bool(body.text and body.text.verbosity)
-    return [f"include.{name}" for name in hosted] + verbosity
+    return [f"include.{name}" for name in hosted]
 
 
 def new_response(body: p.ResponsesRequest, model: str, params: SamplingParams) -> p.ResponseObject:
@@ -215,18 +214,18 @@ class ItemRenderer(Renderer):
     def __init__(
         self,
         response: p.ResponseObject,
-        new_parser: Callable[[], OutputParser] | None,
+        new_parser: Callable[[], OutputParser],
         keep: Callable[[p.ResponseObject, bytes], None],
     ) -> None:
         """`keep` is called with the complete response and its JSON."""
         self._response = response
         self._namespaces = _namespaces(response.tools)
-        self._parser = new_parser() if new_parser else OutputParser(None, None)
+        self._parser = new_parser()
         self._keep = keep
         self._items: list[dict[str, Any]] = []  # the last one may be open
         self._events = 0
 
-    def body(self, replies: list[UserReply], receipt: Receipt) -> bytes:
+    def body(self, replies: list[UserReply], timeline: Timeline) -> bytes:
         for _ in self.events(0, replies[0]):
             pass
         return self._end(replies[0])
@@ -243,7 +242,7 @@ class ItemRenderer(Renderer):
             else:
                 yield from self._grow(step, piece, "incomplete" if is_cut else "completed")
 
-    def last_events(self, replies: list[UserReply], receipt: Receipt) -> Iterator[bytes]:
+    def last_events(self, replies: list[UserReply], timeline: Timeline) -> Iterator[bytes]:
         body = self._end(replies[0])
         yield self._event(f"response.{self._response.status}", response=msgspec.Raw(body))
 
@@ -318,13 +317,14 @@ class ItemRenderer(Renderer):
         return body
 
 
-def add_responses_routes(app: FastAPI, args: ServerArgs, model: ServedModel) -> None:
+def add_responses_routes(routes: Routes) -> None:
     """Add POST /v1/responses, and GET and DELETE /v1/responses/{name} for stored ones."""
+    args, model = routes.args, routes.model
     kept = KeptResponses()
 
-    @app.post("/v1/responses")
-    async def responses(request: Request) -> Response:
-        body = await read_request(request, p.ResponsesRequest, args, model.name)
+    @routes.add("POST /v1/responses")
+    async def responses(request: Request, body: p.ResponsesRequest) -> Annotated[Response, p.ResponseObject, SSE]:
+        """Answer, in OpenAI's newer shape"""
         previous = body.previous_response_id
         items = [] if previous is None else kept.conversation(previous, "previous_response_id")
         given = [p.InputItem(role="user", content=body.input)] if isinstance(body.input, str) else body.input or []
@@ -339,13 +339,15 @@ def add_responses_routes(app: FastAPI, args: ServerArgs, model: ServedModel) -> 
 
         response = new_response(body, model.name, message.sampling_params)
         renderer = ItemRenderer(response, new_parser, keep)
-        return response_to(app.state.frontend, [message], renderer, body.stream, 1)
+        return response_to(request.app.state.frontend, [message], renderer, body.stream, 1)
 
-    @app.get("/v1/responses/{name}")
-    async def get_response(name: str) -> Response:
-        return Response(kept.body(name), media_type="application/json")
+    @routes.add("GET /v1/responses/{name}")
+    async def get_response(request: Request) -> Annotated[Response, p.ResponseObject]:
+        """A kept response"""
+        return Response(kept.body(request.path_params["name"]), media_type="application/json")
 
-    @app.delete("/v1/responses/{name}")
-    async def delete_response(name: str) -> Response:
-        kept.drop(name)
-        return json_response(p.DeletedResponse(name))
+    @routes.add("DELETE /v1/responses/{name}")
+    async def delete_response(request: Request) -> p.DeletedResponse:
+        """Forget a response"""
+        kept.drop(request.path_params["name"])
+        return p.DeletedResponse(request.path_params["name"])

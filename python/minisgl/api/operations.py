@@ -7,23 +7,25 @@ import gzip
 import os
 import time
 from dataclasses import asdict
-from typing import Final
+from typing import Annotated, Any, Final
 
 import msgspec
-from fastapi import FastAPI, Request, Response
+from starlette.requests import Request
+from starlette.responses import Response
 
 import minisgl
 from minisgl.api import protocol as p
 from minisgl.api.chat import shared_fields, with_functions
 from minisgl.api.fields import unread_kwargs
 from minisgl.api.frontend import FrontendManager
-from minisgl.api.http import json_response, read_request, report_ignored, require_json
-from minisgl.api.requests import SamplingDefaults, ServedModel, chat_message, packed_ids
+from minisgl.api.http import json_response, report_ignored, require_json
+from minisgl.api.requests import SamplingDefaults, chat_message, packed_ids
+from minisgl.api.routes import Routes
 from minisgl.checkpoint.hf import BUILTIN_MODEL
 from minisgl.errors import RequestError
 from minisgl.message import DecodeMsg, EncodeMsg, EngineView, TokenizeMsg, ids_from_bytes, ids_to_bytes
 from minisgl.params import Limits, SamplingParams
-from minisgl.settings.options import ServerArgs, split_list
+from minisgl.settings.options import split_list
 
 PROBE_TIMEOUT_S: Final = 20.0
 VIEW_AGE_S: Final = 0.25  # the least time between two requests for a view, however many clients watch
@@ -54,45 +56,51 @@ def _status(problem: str) -> Response:
     return json_response(p.StatusResponse("ok"))
 
 
-def add_status_routes(app: FastAPI) -> None:
+def add_status_routes(routes: Routes) -> None:
     """Add the routes for liveness, readiness, metrics, version, and flushing the cache."""
 
-    @app.get("/health")
-    async def health() -> Response:
-        return _status(app.state.frontend.health_problem)
+    @routes.add("GET /health")
+    async def health(request: Request) -> Annotated[Response, p.StatusResponse]:
+        """Whether all processes are alive"""
+        return _status(request.app.state.frontend.health_problem)
 
-    @app.get("/health_generate")
-    async def health_generate() -> Response:
-        return _status(await probe(app.state.frontend))
+    @routes.add("GET /health_generate")
+    async def health_generate(request: Request) -> Annotated[Response, p.StatusResponse]:
+        """One token through every process"""
+        return _status(await probe(request.app.state.frontend))
 
-    @app.get("/ready")
-    async def ready() -> Response:
-        app.state.frontend.require_ready()
-        return json_response(p.StatusResponse("ready"))
+    @routes.add("GET /ready")
+    async def ready(request: Request) -> p.StatusResponse:
+        """Whether requests are accepted"""
+        request.app.state.frontend.require_ready()
+        return p.StatusResponse("ready")
 
-    @app.get("/metrics")
-    async def metrics(request: Request) -> Response:
-        body, media = app.state.frontend.render_metrics(request.headers.get("accept", ""))
+    @routes.add("GET /metrics")
+    async def metrics(request: Request) -> Annotated[Response, None, "text/plain"]:
+        """Prometheus metrics"""
+        body, media = request.app.state.frontend.render_metrics(request.headers.get("accept", ""))
         headers = {"content-type": media, "vary": "accept, accept-encoding"}
         if "gzip" in map(str.strip, request.headers.get("accept-encoding", "").split(",")):  # and not gzip;q=0
             body = gzip.compress(body, 5)
             headers["content-encoding"] = "gzip"
         return Response(body, headers=headers)
 
-    @app.post("/flush_cache")
-    @app.post("/reset_prefix_cache", include_in_schema=False)
-    async def flush_cache(request: Request) -> Response:
+    @routes.add("POST /flush_cache", "/reset_prefix_cache")
+    async def flush_cache(request: Request) -> p.StatusResponse:
+        """Drop all cached prefixes that no request uses"""
         require_json(request)
-        await app.state.frontend.flush_cache()
-        return json_response(p.StatusResponse("ok"))
+        await request.app.state.frontend.flush_cache()
+        return p.StatusResponse("ok")
 
-    @app.get("/version")
-    async def version() -> Response:
-        return json_response(p.VersionResponse(minisgl.__version__))
+    @routes.add("GET /version")
+    async def version(_: Request) -> p.VersionResponse:
+        """Version of the server"""
+        return p.VersionResponse(minisgl.__version__)
 
 
-def add_information_routes(app: FastAPI, args: ServerArgs, model: ServedModel) -> None:
+def add_information_routes(routes: Routes) -> None:
     """Add the routes that describe the server, and the model under OpenAI's and SGLang's paths."""
+    args, model = routes.args, routes.model
     limits = model.limits
     cards = {
         name.strip("/"): p.ModelCard(
@@ -109,21 +117,24 @@ def add_information_routes(app: FastAPI, args: ServerArgs, model: ServedModel) -
     # The names that sglang-router reads.
     names = {"served_model_name": model.name, "model_path": path, "tokenizer_path": path}
 
-    @app.get("/v1/models")
-    async def list_models() -> Response:
-        return json_response(p.ModelListResponse([*cards.values()]))
+    @routes.add("GET /v1/models")
+    async def list_models(_: Request) -> p.ModelListResponse:
+        """The served model"""
+        return p.ModelListResponse([*cards.values()])
 
-    @app.get("/v1/models/{name:path}")
-    async def get_model(name: str) -> Response:
+    @routes.add("GET /v1/models/{name:path}")
+    async def get_model(request: Request) -> p.ModelCard:
+        """One model"""
+        name = request.path_params["name"]
         if name not in cards:
             raise RequestError(f"model {name[:100]!r} is not served here", code="model_not_found", status=404)
-        return json_response(cards[name])
+        return cards[name]
 
-    @app.get("/server_info")
-    @app.get("/get_server_info", include_in_schema=False)
-    async def server_info() -> Response:
-        frontend: FrontendManager = app.state.frontend
-        info = {
+    @routes.add("GET /server_info", "/get_server_info")
+    async def server_info(request: Request) -> dict[str, Any]:
+        """Settings and figures"""
+        frontend: FrontendManager = request.app.state.frontend
+        return {
             "version": minisgl.__version__,
             "model": model.name,
             **names,
@@ -136,12 +147,11 @@ def add_information_routes(app: FastAPI, args: ServerArgs, model: ServedModel) -
             "frontend_entries": frontend.entries,
             "detokenizer_entries": frontend.detokenizer_entries,
         }
-        return json_response(info)
 
-    @app.get("/model_info")
-    @app.get("/get_model_info", include_in_schema=False)
-    async def model_info() -> Response:
-        info = p.ModelInfoResponse(
+    @routes.add("GET /model_info", "/get_model_info")
+    async def model_info(_: Request) -> p.ModelInfoResponse:
+        """The model"""
+        return p.ModelInfoResponse(
             model=model.name,
             **names,
             max_model_len=limits.max_model_len,
@@ -149,7 +159,6 @@ def add_information_routes(app: FastAPI, args: ServerArgs, model: ServedModel) -
             is_generation=model.embedder is None,
             default_sampling_params=asdict(model.defaults),
         )
-        return json_response(info)
 
 
 class EngineWatch:
@@ -169,28 +178,33 @@ class EngineWatch:
             return view
 
 
-def add_view_route(app: FastAPI) -> None:
+def add_view_route(routes: Routes) -> None:
     """Add GET /engine_view: batch, pages, tiers and radix tree of a replica, and the last heartbeats of all replicas.
 
     The engine works for it only when a client asks.
     """
     watch = EngineWatch()
 
-    @app.get("/engine_view")
-    async def engine_view(replica: int | None = None) -> Response:
-        frontend: FrontendManager = app.state.frontend
-        dispatcher = frontend.dispatcher
-        if replica is None:  # the first one that answers
-            best = sorted(dispatcher.describe(), key=lambda r: r.state == "silent")
+    @routes.add("GET /engine_view")
+    async def engine_view(request: Request) -> p.EngineViewResponse:
+        """Batch, pages, radix tree and last steps"""
+        frontend: FrontendManager = request.app.state.frontend
+        replicas = frontend.dispatcher.describe()
+        given = request.query_params.get("replica")
+        if given is None:  # the first one that answers
+            best = sorted(replicas, key=lambda r: r.state == "silent")
             replica = best[0].replica if best else 0
-        response = p.EngineViewResponse(
+        elif given.isdecimal():
+            replica = int(given[:9])
+        else:
+            raise RequestError("replica must be a number", param="replica")
+        return p.EngineViewResponse(
             replica=replica,
             view=await watch.view(frontend, replica),
             stats=frontend.stats,
-            replicas=dispatcher.describe(),
-            starting=sorted(dispatcher.starting),
+            replicas=frontend.dispatcher.describe(),
+            starting=sorted(frontend.dispatcher.starting),
         )
-        return json_response(response)
 
 
 def encode_message(request: p.TokenizeRequest, limits: Limits) -> EncodeMsg:
@@ -205,22 +219,22 @@ def encode_message(request: p.TokenizeRequest, limits: Limits) -> EncodeMsg:
     return EncodeMsg(uid=0, prompt=prompt, add_special_tokens=request.add_special_tokens)
 
 
-def add_tokenizer_routes(app: FastAPI, args: ServerArgs, model: ServedModel) -> None:
+def add_tokenizer_routes(routes: Routes) -> None:
     """Add POST /tokenize and /detokenize. Both ask a tokenizer process, since this process has no tokenizer."""
+    model, refuses = routes.model, routes.args.unknown_fields == "refuse"
 
-    @app.post("/tokenize")
-    async def tokenize(request: Request) -> Response:
-        body = await read_request(request, p.TokenizeRequest, args, model.name)
-        refuses = args.unknown_fields == "refuse"
+    @routes.add("POST /tokenize")
+    async def tokenize(request: Request, body: p.TokenizeRequest) -> p.TokenizeResponse:
+        """Text to tokens"""
         report_ignored(request, unread_kwargs(body.chat_template_kwargs, model.template_variables, refuses))
-        reply = await app.state.frontend.convert(encode_message(body, model.limits))
+        reply = await request.app.state.frontend.convert(encode_message(body, model.limits))
         tokens = ids_from_bytes(reply.input_ids).tolist()
-        return json_response(p.TokenizeResponse(tokens, len(tokens), model.limits.max_model_len))
+        return p.TokenizeResponse(tokens, len(tokens), model.limits.max_model_len)
 
-    @app.post("/detokenize")
-    async def detokenize(request: Request) -> Response:
-        body = await read_request(request, p.DetokenizeRequest, args, model.name)
+    @routes.add("POST /detokenize")
+    async def detokenize(request: Request, body: p.DetokenizeRequest) -> p.DetokenizeResponse:
+        """Tokens to text"""
         ids = packed_ids(body.tokens, "tokens", model.limits)
         msg = DecodeMsg(uid=0, input_ids=ids, skip_special_tokens=bool(body.skip_special_tokens))
-        reply = await app.state.frontend.convert(msg)
-        return json_response(p.DetokenizeResponse(reply.text))
+        reply = await request.app.state.frontend.convert(msg)
+        return p.DetokenizeResponse(reply.text)

@@ -7,7 +7,9 @@ import hashlib
 from pathlib import Path
 from typing import Final
 
-from fastapi import FastAPI, Response
+from starlette.requests import Request
+from starlette.responses import Response
+from starlette.routing import Route
 
 _PAGE: Final = Path(__file__).with_name("page.html")
 
@@ -35,8 +37,8 @@ def content_security_policy(page: str) -> str:
     return "; ".join(f"{name} {value}" for name, value in policy.items())
 
 
-def add_page(app: FastAPI) -> None:
-    """Serve the page. It has no secrets and needs no key (see `gate.OPEN_PATHS`), but its requests do."""
+def page_routes() -> list[Route]:
+    """Return the routes of the page, which has no secrets and needs no key (see `gate.OPEN_PATHS`)."""
     page = _PAGE.read_text(encoding="utf-8")
     headers = {
         "content-security-policy": content_security_policy(page),
@@ -46,8 +48,7 @@ def add_page(app: FastAPI) -> None:
     }
     body = page.encode()
 
-    async def root() -> Response:
+    async def root(_: Request) -> Response:
         return Response(body, headers=headers, media_type="text/html")
 
-    for path in ("/", "/docs"):
-        app.add_api_route(path, root, methods=["GET"], include_in_schema=False)
+    return [Route(path, root) for path in ("/", "/docs")]

@@ -1,24 +1,18 @@
-"""The types of all request and response bodies, and the one way to read a request.
+"""The types of all request and response bodies.
 
-Every optional field may be null. `api/fields.py` handles other fields. Responses are encoded from the types below,
+Every optional field may be null. `api/fields.py` reads requests. Responses are encoded from the types below,
 except stream events and the growing arrays of /generate, which are assembled from bytes. `tests/e2e/test_openapi.py`
 checks real responses against the types.
 """
 
 from __future__ import annotations
 
-import json
-import re
-import sys
-from typing import TYPE_CHECKING, Any, TypeVar
+from typing import TYPE_CHECKING, Any
 
 import msgspec
 
-from minisgl.errors import RequestError
 from minisgl.message import EngineView, StatsMsg
 from minisgl.params import NUMBERS
-
-T = TypeVar("T", bound=msgspec.Struct)
 
 # A text, token ids, or a list of texts and lists of token ids.
 Prompt = str | list[int | str | list[int]]
@@ -69,10 +63,6 @@ class GivenMessage(ChatMessage, frozen=True):
     given: dict[str, Any] = {}
 
 
-class _Messages(msgspec.Struct, frozen=True):
-    messages: list[dict[str, Any]] | None = None
-
-
 if TYPE_CHECKING:
     _Numbers = msgspec.Struct
 else:
@@ -87,7 +77,6 @@ class SamplingFields(_Numbers, frozen=True, kw_only=True):
     stop: str | list[str] | None = None
     stop_token_ids: list[int] | None = None
     include_stop_str_in_output: bool | None = None  # vLLM's name
-    no_stop_trim: bool | None = None  # SGLang's name
     ignore_eos: bool | None = None
     skip_special_tokens: bool | None = None
     n: int | None = None
@@ -96,16 +85,13 @@ class SamplingFields(_Numbers, frozen=True, kw_only=True):
     logprobs: bool | int | None = None  # a boolean for chat, a number for completions
     cache_salt: str | None = None
     speculate: bool | None = None
-    # Structured output (`api/structured.py`), under OpenAI's, vLLM's and SGLang's names.
+    # Structured output (`api/structured.py`), under OpenAI's and vLLM's names.
     response_format: dict[str, Any] | None = None
     guided_json: dict[str, Any] | bool | str | None = None
     guided_regex: str | None = None
     guided_choice: list[str] | None = None
     guided_grammar: str | None = None
     structured_outputs: dict[str, Any] | None = None
-    json_schema: dict[str, Any] | bool | str | None = None
-    regex: str | None = None
-    ebnf: str | None = None
 
 
 class OpenAIFields(SamplingFields, frozen=True, kw_only=True):
@@ -126,7 +112,6 @@ class ResponseReasoning(msgspec.Struct, frozen=True):
 
     effort: str | None = None
     summary: str | None = None
-    generate_summary: str | None = None
     enabled: bool | None = None
     exclude: bool | None = None
     max_tokens: int | None = None
@@ -134,8 +119,6 @@ class ResponseReasoning(msgspec.Struct, frozen=True):
 
 class Thinking(msgspec.Struct, frozen=True):
     type: str
-    budget_tokens: int | None = None
-    display: str | None = None
 
 
 class ChatFields(OpenAIFields, frozen=True, kw_only=True):
@@ -150,8 +133,6 @@ class ChatFields(OpenAIFields, frozen=True, kw_only=True):
     enable_thinking: bool | None = None
     think: bool | str | None = None
     thinking_budget: int | None = None
-    thinking_budget_tokens: int | None = None
-    thinking_token_budget: int | None = None
 
 
 class ChatCompletionRequest(ChatFields, frozen=True, kw_only=True):
@@ -164,7 +145,6 @@ class ChatCompletionRequest(ChatFields, frozen=True, kw_only=True):
     top_logprobs: int | None = None
     add_generation_prompt: bool | None = None
     continue_final_message: bool | None = None
-    verbosity: str | None = None
 
 
 class CompletionRequest(OpenAIFields, frozen=True, kw_only=True):
@@ -193,7 +173,6 @@ class InputItem(msgspec.Struct, frozen=True, omit_defaults=True):
 
 class ResponseText(msgspec.Struct, frozen=True):
     format: dict[str, Any] | None = None
-    verbosity: str | None = None
 
 
 class ResponsesRequest(ChatFields, frozen=True, kw_only=True):
@@ -606,43 +585,3 @@ class EngineViewResponse(msgspec.Struct, frozen=True, kw_only=True):
     stats: StatsMsg
     replicas: list[ReplicaView]
     starting: list[int]
-
-
-def parse_body(body: bytes, kind: type[T]) -> T:
-    """Decode the JSON `body` as a `kind`. Raises `RequestError` (400) naming the invalid field."""
-    try:
-        request = _decode(body, kind)
-        if isinstance(request, ChatCompletionRequest | TokenizeRequest) and request.messages is not None:
-            pairs = zip(request.messages, _decode(body, _Messages).messages or (), strict=True)
-            messages = [GivenMessage(**msgspec.structs.asdict(m) | {"given": sent}) for m, sent in pairs]
-            request = msgspec.structs.replace(request, messages=messages)
-    except msgspec.ValidationError as e:
-        raise RequestError(_readable(str(e)), param=_field_of(str(e)), code="invalid_type") from e
-    except (ValueError, RecursionError) as e:
-        raise RequestError(f"the body is not valid JSON: {e}", code="invalid_json") from e
-    return request
-
-
-def _decode(body: bytes, kind: type[T]) -> T:
-    """Decode `body`. Integers may have any size or be written as 3.0; numbers beyond float64 become its largest."""
-    try:
-        return msgspec.json.decode(body, type=kind)
-    except msgspec.ValidationError as e:
-        if "out of range" not in str(e) and "got `float`" not in str(e):
-            raise
-    return msgspec.convert(json.loads(body, parse_float=_number, parse_constant=int), kind)  # `int` refuses NaN
-
-
-def _number(text: str) -> int | float:
-    number = max(-sys.float_info.max, min(float(text), sys.float_info.max))
-    return int(number) if number.is_integer() else number
-
-
-def _field_of(error: str) -> str | None:
-    """Return the path of the field that a msgspec error names, such as "messages[2].content"."""
-    found = re.search(r"at `\$\.?([^`]+)`", error), re.search(r"missing required field `(\w+)`", error)
-    return re.sub(r"(\[[^]]*\])+$", "", ".".join(match[1] for match in found if match)) or None
-
-
-def _readable(error: str) -> str:
-    return error.replace(" - at `$.", " at `").replace(" - at `$`", "")

@@ -13,7 +13,7 @@ from starlette.types import ASGIApp, Message, Receive, Scope, Send
 from minisgl.api.frontend import Submission
 from minisgl.api.gate import OPEN_PATHS
 from minisgl.api.http import REQUEST_ID, SUBMISSION
-from minisgl.api.replies import usage_of
+from minisgl.api.responses import usage_of
 
 logger = logging.getLogger(__name__)
 
@@ -75,7 +75,7 @@ def request_fields(scope: Scope, status: int, seconds: float) -> dict[str, Any]:
     if submission is not None:
         replies = submission.last_replies
         usage = usage_of(replies, submission.n)
-        timing = submission.receipt.timing(usage)
+        timing = submission.timeline.timing(usage)
         fields |= {
             "prompt_tokens": usage.prompt_tokens,
             "cached_tokens": timing.cached_tokens,

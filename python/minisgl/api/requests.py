@@ -95,7 +95,7 @@ def sampling_params(
         seed=seed,
         stop=(stop,) if isinstance(stop, str) else tuple(stop),
         stop_token_ids=tuple(fields.stop_token_ids or ()),
-        include_stop_str_in_output=bool(fields.include_stop_str_in_output or fields.no_stop_trim),
+        include_stop_str_in_output=bool(fields.include_stop_str_in_output),
         ignore_eos=bool(fields.ignore_eos),
         skip_special_tokens=fields.skip_special_tokens is not False,
         logprobs=logprobs,

@@ -105,7 +105,4 @@ _FIELDS: Final[dict[str, Callable[[Any, str], Grammar | None]]] = {
     "response_format": _response_format,
     "structured_outputs": _structured_outputs,
     **{f"guided_{name}": partial(_constraint, name) for name in ("json", "regex", "choice", "grammar")},
-    "json_schema": partial(_constraint, "json"),
-    "regex": partial(_constraint, "regex"),
-    "ebnf": partial(_constraint, "grammar"),
 }

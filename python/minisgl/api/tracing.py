@@ -104,7 +104,7 @@ class Traces:
         )
         submission: Submission | None = scope.get(SUBMISSION)
         context = self._trace.set_span_in_context(span)
-        for name, (start, end) in ({} if submission is None else submission.receipt.phases()).items():
+        for name, (start, end) in ({} if submission is None else submission.timeline.phases()).items():
             self._tracer.start_span(name, context, start_time=ns(start)).end(ns(end))
         if fields["status"] >= 500 or "error" in fields.get("finish_reason", ""):
             span.set_status(self._trace.StatusCode.ERROR)

@@ -11,8 +11,8 @@ from functools import cached_property
 from pathlib import Path
 from typing import Any, Final
 
-from minisgl.api.fields import ignored_fields
-from minisgl.api.protocol import ChatCompletionRequest, parse_body
+from minisgl.api.fields import read_body
+from minisgl.api.protocol import ChatCompletionRequest
 from minisgl.api.requests import SamplingDefaults, chat_message
 from minisgl.chat.client import ChatClient, ServerError
 from minisgl.chat.terminal import LineReader, WordWrap, interruptible, line_reader, no_echo
@@ -214,8 +214,9 @@ class Shell:
             return
         limits = Limits(max_model_len=self._info["max_model_len"], vocab_size=self._info["vocab_size"])
         body = json.dumps({"messages": [{"role": "user", "content": ""}], **params}).encode()
-        chat_message(parse_body(body, ChatCompletionRequest), SamplingDefaults(), limits)
-        for name in ignored_fields(body, ChatCompletionRequest, refuses=False):
+        chat, _, ignored = read_body(body, ChatCompletionRequest)
+        chat_message(chat, SamplingDefaults(), limits)
+        for name in ignored:
             raise ValueError(f"{name} is not a field of a chat request")
 
     def _show_stats(self, _: str) -> None:

@@ -22,7 +22,7 @@ from minisgl.layout import GROUPS
 from minisgl.process.log import announce
 from minisgl.settings.options import EngineConfig, ServerArgs
 
-PACKAGES: Final = ("torch", "triton", "numpy", "tokenizers", "safetensors", "fastapi", "uvicorn", "pyzmq", "msgspec")
+PACKAGES: Final = ("torch", "triton", "numpy", "tokenizers", "safetensors", "starlette", "uvicorn", "pyzmq", "msgspec")
 LENGTHS: Final = (1024, 4096, 32768)  # of the requests in the memory plan, in tokens
 TIMED_STEPS: Final = 20
 

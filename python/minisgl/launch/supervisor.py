@@ -21,7 +21,7 @@ from typing import Any, Final
 
 import uvicorn
 import uvloop
-from fastapi import FastAPI
+from starlette.applications import Starlette
 
 from minisgl.api.dispatch import Dispatcher
 from minisgl.api.frontend import FrontendManager
@@ -60,7 +60,7 @@ class Supervisor:
     """
 
     def __init__(
-        self, app: FastAPI, processes: Processes, args: ServerArgs, make: MakeChildren, tls: ssl.SSLContext | None
+        self, app: Starlette, processes: Processes, args: ServerArgs, make: MakeChildren, tls: ssl.SSLContext | None
     ) -> None:
         """`make` returns the processes of another life of a replica."""
         self.exit_code = 0

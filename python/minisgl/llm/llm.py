@@ -20,8 +20,8 @@ import numpy as np
 import numpy.typing as npt
 
 from minisgl.api import requests as api
-from minisgl.api.fields import ignored_fields, unread_kwargs
-from minisgl.api.protocol import ChatCompletionRequest, parse_body
+from minisgl.api.fields import read_body, unread_kwargs
+from minisgl.api.protocol import ChatCompletionRequest
 from minisgl.api.structured import json_text
 from minisgl.checkpoint.embedder import read_embedder
 from minisgl.checkpoint.hf import model_name, resolve_model
@@ -196,8 +196,7 @@ class LLM:
     def _chat_message(self, fields: dict[str, Any]) -> TokenizeMsg:
         """Validate a chat completion as the server does; warn of names without an effect."""
         body = json_text(fields, "messages").encode()
-        chat = parse_body(body, ChatCompletionRequest)
-        ignored = ignored_fields(body, ChatCompletionRequest, refuses=False)
+        chat, _, ignored = read_body(body, ChatCompletionRequest)
         ignored += unread_kwargs(chat.chat_template_kwargs, self.tokenizer.template.variables, refuses=False)
         message = api.chat_message(chat, api.SamplingDefaults(), self.tokenizer.limits)
         if ignored:

@@ -11,15 +11,17 @@ import pytest
 from minisgl.api import anthropic, items
 from minisgl.api.chat import prepared
 from minisgl.api.http import HEADERS, NAMES
+from minisgl.api.openai import deltas_of, message_of
 from minisgl.api.parsers.output import OutputForms, _with_text
 from minisgl.api.parsers.pieces import ParsedCall
-from minisgl.api.protocol import ChatCompletionRequest, MessagesRequest, ResponsesRequest, parse_body
+from minisgl.api.protocol import ChatCompletionRequest, MessagesRequest, ResponsesRequest
 from minisgl.api.requests import SamplingDefaults, ServedModel
 from minisgl.errors import RequestError
 from minisgl.params import Limits
 from minisgl.settings.options import ServerArgs
 from minisgl.tokenizer.reading import Reading
 from minisgl.tokenizer.template import ChatTemplate
+from support.bodies import parse_body
 
 CHAT = [{"role": "user", "content": "x"}]
 # The switches of real families -> a template with each, which writes "on" or "off".
@@ -144,10 +146,7 @@ def test_effort_reaches_templates_that_read_it() -> None:
     for fields in ({"reasoning_effort": "low"}, {"reasoning": {"effort": "low"}}, {"think": "low"}):
         message, _, told = prepare(model, "chat", **fields)
         assert message.template_kwargs == {"reasoning_effort": "low"} and told == []
-    assert prepare(model, "chat", verbosity="low", reasoning={"summary": "auto"})[2] == [
-        "reasoning.summary",
-        "verbosity",
-    ]
+    assert prepare(model, "chat", reasoning={"summary": "auto"})[2] == ["reasoning.summary"]
     both = {"reasoning_effort": "low", "chat_template_kwargs": {"reasoning_effort": "high"}}
     assert prepare(model, "chat", **both)[0].template_kwargs == {"reasoning_effort": "high"}
     message, _, told = prepare(model, "messages", output_config={"effort": "low"})
@@ -160,7 +159,7 @@ def test_effort_reaches_templates_that_read_it() -> None:
     [
         ({"thinking_budget": 1024}, "thinking_budget", "max_tokens limits the reasoning"),
         ({"reasoning": {"max_tokens": 7}}, "reasoning.max_tokens", "must be 0"),
-        ({"thinking_token_budget": -2}, "thinking_token_budget", "must be 0"),
+        ({"thinking_token_budget": -2}, "thinking_budget", "must be 0"),
         ({"enable_thinking": True, "think": False}, "think", "contradicts enable_thinking"),
         ({"thinking": {"type": "deep"}}, "thinking", "'deep'"),
         ({"thinking": "off"}, "thinking", "thinking"),
@@ -179,9 +178,9 @@ def test_reasoning_can_be_hidden(api: str) -> None:
     model = model_with("<think></think>", "think")
     for fields, shown in (({}, "a"), ({"include_reasoning": False}, ""), ({"reasoning": {"exclude": True}}, "")):
         _, new_parser, _ = prepare(model, api, **fields)
-        message = new_parser().message("<think>a</think>b")
+        message = message_of(new_parser().feed("<think>a</think>b", is_last=True))
         assert (message.content, message.reasoning_content) == ("b", shown)
-        deltas = [json.loads(d) for d in new_parser().deltas("<think>a</think>b", True)]
+        deltas = [json.loads(d) for d in deltas_of(new_parser(), "<think>a</think>b", True)]
         assert {"content": "b"} in deltas and len(deltas) == 1 + bool(shown)
 
 
@@ -198,12 +197,14 @@ def test_custom_tool_is_a_function_of_one_text() -> None:
     assert function["parameters"]["properties"] == {"input": {"type": "string"}}
     for arguments, text in (('{"input": "a\\n\\"b"}', 'a\n"b'), ('{"patch": 1}', '{"patch": 1}'), ("{}", "{}")):
         output = f'<tool_call>{{"name": "c", "arguments": {arguments}}}</tool_call>'
-        (call,) = new_parser().message(output).tool_calls
+        (call,) = message_of(new_parser().feed(output, is_last=True)).tool_calls
         assert (call.custom.name, call.custom.input) == ("c", text)
-        first, second = (json.loads(d)["tool_calls"][0] for d in new_parser().deltas(output, True))
+        first, second = (json.loads(d)["tool_calls"][0] for d in deltas_of(new_parser(), output, True))
         assert first["type"] == "custom" and first["custom"] == {"name": "c", "input": ""} and first["id"]
         assert second == {"index": 0, "custom": {"input": text}}
-    (call,) = new_parser().message('<tool_call>{"name": "f", "arguments": {}}</tool_call>').tool_calls
+    (call,) = message_of(
+        new_parser().feed('<tool_call>{"name": "f", "arguments": {}}</tool_call>', is_last=True)
+    ).tool_calls
     assert call.function.name == "f"
 
 

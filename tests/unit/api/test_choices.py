@@ -9,10 +9,11 @@ import msgspec
 import numpy as np
 import pytest
 
-from minisgl.api.frontend import Receipt
+from minisgl.api.frontend import Timeline
+from minisgl.api.openai import OpenAIRenderer
 from minisgl.api.protocol import CompletionRequest, StreamOptions
-from minisgl.api.replies import DONE, OpenAIRenderer, usage_of
 from minisgl.api.requests import MAX_ANSWER_BYTES, num_choices, require_answer_fits, with_choices
+from minisgl.api.responses import DONE, usage_of
 from minisgl.core import FinishReason
 from minisgl.errors import RequestError
 from minisgl.message import TokenizeMsg, UserReply
@@ -76,22 +77,12 @@ def replies() -> list[UserReply]:
     ]
 
 
-def receipt() -> Receipt:
-    receipt = Receipt(100.0)
-    for i in range(4):
-        receipt.start(
-            UserReply(uid=i, text="x", completion_tokens=1, prompt_tokens=10, queue_seconds=0.25 * i, prefill_chunks=2),
-            101.0 + i,
-        )
-    receipt.end(107.0)
-    return receipt
-
-
+TIMELINE = Timeline(100.0, first=101.0, last=107.0, queue_seconds=0.75, prefill_chunks=8, num_started=4)
 TIMING = {"queue_ms": 750.0, "ttft_ms": 1000.0, "cached_tokens": 4, "prefill_chunks": 8, "tokens_per_s": 1.0}
 
 
 def test_usage_counts_each_prompt_once() -> None:
-    body = json.loads(OpenAIRenderer("m", False, StreamOptions(), n=2, with_timing=True).body(replies(), receipt()))
+    body = json.loads(OpenAIRenderer("m", False, StreamOptions(), n=2, with_timing=True).body(replies(), TIMELINE))
     assert [c["index"] for c in body["choices"]] == [0, 1, 2, 3]
     usage = body["usage"]
     assert (usage["prompt_tokens"], usage["completion_tokens"], usage["total_tokens"]) == (30, 10, 40)
@@ -103,7 +94,7 @@ def test_usage_counts_each_prompt_once() -> None:
 @pytest.mark.parametrize("with_timing", [False, True])
 def test_last_chunk_has_usage_and_timing_on_request(with_usage: bool, with_timing: bool) -> None:
     renderer = OpenAIRenderer("m", True, StreamOptions(include_usage=with_usage), n=2, with_timing=with_timing)
-    *events, done = renderer.last_events(replies(), receipt())
+    *events, done = renderer.last_events(replies(), TIMELINE)
     assert len(events) == (with_usage or with_timing) and done == DONE
     for event in events:
         chunk = json.loads(event.removeprefix(b"data: "))
@@ -113,7 +104,7 @@ def test_last_chunk_has_usage_and_timing_on_request(with_usage: bool, with_timin
 
 
 def test_timing_without_tokens() -> None:
-    timing = msgspec.to_builtins(Receipt(1.0).timing(usage_of([])))
+    timing = msgspec.to_builtins(Timeline(1.0).timing(usage_of([])))
     assert timing == {"queue_ms": 0.0, "ttft_ms": None, "cached_tokens": 0, "prefill_chunks": 0, "tokens_per_s": None}
 
 

@@ -2,22 +2,16 @@
 
 from __future__ import annotations
 
-import asyncio
 from typing import Any
 
-import pytest
-
-from minisgl.api.frontend import Queries
 from minisgl.api.operations import encode_message
 from minisgl.api.protocol import ChatCompletionRequest, ChatMessage, TokenizeRequest
 from minisgl.api.requests import SamplingDefaults, chat_message
 from minisgl.checkpoint.hf import BUILTIN_MODEL
-from minisgl.errors import RequestError
 from minisgl.message import (
     ConversionReply,
     DecodeMsg,
     EncodeMsg,
-    Failure,
     TokenizeMsg,
     TokenizerMsg,
     UserMsg,
@@ -74,20 +68,3 @@ class TestWorker:
         _, (reply,) = worker.handle([self.encode(2, text="far too long " * 1000)])
         assert isinstance(reply, ConversionReply) and reply.failure is not None
         assert reply.failure.code == "context_length_exceeded"
-
-
-def test_failure_reaches_every_waiting_query() -> None:
-    async def run() -> None:
-        queries = Queries()
-        first, second = [asyncio.create_task(queries.ask(uid, asyncio.sleep(0))) for uid in (1, 2)]
-        await asyncio.sleep(0)
-        queries.answer(ConversionReply(uid=1, text="early"))
-        queries.answer(ConversionReply(uid=7))  # no query waits
-        queries.fail(Failure(message="the engine died", status=503))
-        assert await first == ConversionReply(uid=1, text="early")
-        with pytest.raises(RequestError, match="the engine died") as failed:
-            await second
-        assert failed.value.status == 503
-        assert len(queries) == 0
-
-    asyncio.run(run())

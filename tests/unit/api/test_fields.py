@@ -22,9 +22,10 @@ from minisgl.api.fields import (
     HARMLESS,
     INSTEAD,
     ignored_fields,
+    read_body,
+    rename_aliases,
     told,
     unread_kwargs,
-    with_our_names,
 )
 from minisgl.api.generate import generate_messages
 from minisgl.api.protocol import (
@@ -35,11 +36,11 @@ from minisgl.api.protocol import (
     GenerateSampling,
     MessagesRequest,
     ResponsesRequest,
-    parse_body,
 )
 from minisgl.api.requests import SamplingDefaults
 from minisgl.errors import RequestError
 from minisgl.params import Limits
+from support.bodies import parse_body
 
 PAGE = Path(__file__).parents[3] / "docs" / "api.md"
 CHAT, TEXT, RESPONSES, MESSAGES = ChatCompletionRequest, CompletionRequest, ResponsesRequest, MessagesRequest
@@ -48,7 +49,7 @@ KINDS: list[Any] = [CHAT, TEXT, RESPONSES, MESSAGES, GENERATE, EMBED]
 
 
 def ignored(kind: Any = ChatCompletionRequest, refuses: bool = False, **given: Any) -> list[str]:
-    return ignored_fields(json.dumps(given).encode(), kind, refuses)
+    return ignored_fields(given, kind, refuses)
 
 
 @pytest.mark.parametrize("kind", KINDS)
@@ -100,22 +101,31 @@ def test_names_have_one_meaning_and_advice_leads_to_a_field() -> None:
         (TEXT, {"stop_words": ["x"], "stop": None}, {"stop": ["x"]}),
         (MESSAGES, {"stop_sequences": ["x"], "sampling_seed": 5}, {"stop_sequences": ["x"], "seed": 5}),
         (RESPONSES, {"stop_sequences": ["x"], "min_new_tokens": 2}, {"stop": ["x"], "min_tokens": 2}),
+        (TEXT, {"n_predict": 3, "max_tokens": 3}, {"max_tokens": 3}),
         (GENERATE, {"max_new_tokens": 3}, {"max_tokens": 3}),
         (CHAT, {"n_predict": None}, {"n_predict": None}),
         (EMBED, {"n_predict": 3}, {"n_predict": 3}),
     ],
 )
 def test_other_names_of_the_same_field_are_honoured(kind: Any, given: dict[str, Any], ours: dict[str, Any]) -> None:
-    body, names = with_our_names(json.dumps(given).encode(), kind)
-    assert json.loads(body) == ours
-    assert names == {ours: name for name, ours in ALIASES.items() if name in given.keys() - json.loads(body).keys()}
+    sent = set(given)
+    names = rename_aliases(given, kind)
+    assert given == ours
+    assert names == {ours: name for name, ours in ALIASES.items() if name in sent - given.keys()}
 
 
-@pytest.mark.parametrize("given", [{"n_predict": 3, "max_tokens": 3}, {"max_new_tokens": 3, "n_predict": 3}])
-def test_a_field_under_two_names_is_refused(given: dict[str, Any]) -> None:
+@pytest.mark.parametrize("given", [{"n_predict": 3, "max_tokens": 4}, {"max_new_tokens": 3, "n_predict": 4}])
+def test_a_field_with_two_values_is_refused(given: dict[str, Any]) -> None:
     with pytest.raises(RequestError, match="exclude each other") as e:
-        with_our_names(json.dumps(given).encode(), CHAT)
+        rename_aliases(given, CHAT)
     assert e.value.param == "n_predict"
+
+
+def test_other_names_are_honoured_in_sampling_params() -> None:
+    given = {"text": "x", "sampling_params": {"regex": "a", "n_predict": 3}}
+    request, names, ignored = read_body(json.dumps(given).encode(), GENERATE)
+    assert (request.sampling_params.guided_regex, request.sampling_params.max_tokens, ignored) == ("a", 3, [])
+    assert names == {"guided_regex": "sampling_params.regex", "max_tokens": "sampling_params.n_predict"}
 
 
 PART = {"type": "text", "text": "x"}
@@ -192,7 +202,7 @@ def test_names_that_mean_something_are_refused_with_the_right_one(kind: Any, giv
 def test_fields_of_other_endpoints_with_a_neutral_value_change_nothing() -> None:
     given = {"truncation": "disabled", "instructions": "", "return_logprob": False, "suffix": ""}
     assert ignored(**given, function_call="auto", messages=[]) == []
-    assert ignored_fields(b'{"modalities": [ "text" ], "options": { }, "n": 1}', RESPONSES, False) == []
+    assert read_body(b'{"input": "x", "modalities": [ "text" ], "options": { }, "n": 1.0}', RESPONSES).ignored == []
 
 
 @pytest.mark.parametrize(
@@ -200,14 +210,11 @@ def test_fields_of_other_endpoints_with_a_neutral_value_change_nothing() -> None
 )
 @pytest.mark.parametrize("name", ["made_up", "images", "n_predict", "content", "\\ud800"])
 def test_any_json_in_an_unknown_field_is_told_or_refused(place: str, name: str) -> None:
-    """Some of it no decoder of its own would take: the fields of a type are all that is decoded."""
     deep = "[" * 2000 + "]" * 2000
     for value in ("1e400", "1" + "0" * 400, '"\\ud800"', deep, "[1e400]", f"[{'1' * 400}]", '{"\\ud800": [1e400]}'):
         body = (place % f'"{name}": {value}').encode()
         with suppress(RequestError):
-            body, _ = with_our_names(body, CHAT)
-            parse_body(body, CHAT)
-            told(ignored_fields(body, CHAT, False))
+            told(read_body(body, CHAT).ignored)
 
 
 def test_names_are_counted_and_compared_once() -> None:

@@ -12,9 +12,9 @@ from typing import Any
 import pytest
 
 from minisgl.api import dispatch as dispatch_module
-from minisgl.api.frontend import ClientGoneError, FrontendManager, Receipt
+from minisgl.api.frontend import ClientGoneError, FrontendManager, Timeline
 from minisgl.api.metrics import Metrics
-from minisgl.api.responses import AT_ONCE, BodyResponse
+from minisgl.api.responses import AT_ONCE, GenerationResponse, Renderer
 from minisgl.core import FinishReason
 from minisgl.errors import RequestError
 from minisgl.message import (
@@ -94,9 +94,10 @@ def test_a_large_answer_is_rendered_beside_the_other_requests(
     """The rendering waits for what only the event loop can do meanwhile."""
     loop_ran = threading.Event()
 
-    def render(replies: list[UserReply], receipt: Receipt) -> bytes:
-        assert loop_ran.wait(PATIENCE_S), "the loop stands still"
-        return b"%d" % len(replies)
+    class Slow(Renderer):
+        def body(self, replies: list[UserReply], timeline: Timeline) -> bytes:
+            assert loop_ran.wait(PATIENCE_S), "the loop stands still"
+            return b"%d" % len(replies)
 
     sent: list[Any] = []
 
@@ -107,7 +108,7 @@ def test_a_large_answer_is_rendered_beside_the_other_requests(
         frontend = make_frontend(args)
         messages = [request() for _ in range(AT_ONCE + 1)]
         answer = asyncio.create_task(
-            BodyResponse(frontend, messages, render)({"type": "http"}, asyncio.Event().wait, send)
+            GenerationResponse(frontend, messages, Slow())({"type": "http"}, asyncio.Event().wait, send)
         )
         await asyncio.sleep(0)
         while frontend.entries < len(messages):
@@ -207,6 +208,25 @@ def test_drain_waits_for_questions_too(args: ServerArgs, tokenizer: ZmqPullQueue
         assert ids_from_bytes((await question).input_ids).tolist() == [7]
         await draining
         assert frontend.failure == ""
+        replies.close()
+        await frontend.close()
+
+    asyncio.run(run())
+
+
+def test_failure_reaches_every_waiting_query(args: ServerArgs, tokenizer: ZmqPullQueue[TokenizerMsg]) -> None:
+    async def run() -> None:
+        frontend = make_frontend(args)
+        replies: ZmqPushQueue[FrontendMsg] = ZmqPushQueue(args.zmq_frontend_addr, Codec(FrontendMsg))
+        first, second = [asyncio.create_task(frontend.convert(EncodeMsg(uid=0, prompt=request()))) for _ in range(2)]
+        one, _ = await asyncio.to_thread(take, tokenizer, 2)
+        assert isinstance(one, EncodeMsg)
+        replies.put([ConversionReply(uid=7), ConversionReply(uid=one.uid, text="early")])  # nobody waits for 7
+        assert (await first).text == "early"
+        frontend.fail("the engine died")
+        with pytest.raises(RequestError, match="the engine died") as failed:
+            await second
+        assert failed.value.status == 503 and frontend.entries == 0
         replies.close()
         await frontend.close()
 

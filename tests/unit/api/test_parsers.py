@@ -14,13 +14,13 @@ import pytest
 from hypothesis import example, given
 from hypothesis import strategies as st
 
-from minisgl.api.frontend import Receipt, joined
+from minisgl.api.frontend import Timeline, joined
+from minisgl.api.openai import OpenAIRenderer
 from minisgl.api.parsers.output import OutputForms, OutputParser
 from minisgl.api.parsers.pieces import Content, ParsedCall, Piece, Reasoning
 from minisgl.api.parsers.reasoning import REASONING_FORMS, ReasoningParser
 from minisgl.api.parsers.tools import TOOL_FORMS, ToolParser
 from minisgl.api.protocol import ChatCompletionRequest, StreamOptions
-from minisgl.api.replies import OpenAIRenderer
 from minisgl.checkpoint.hf import BUILTIN_MODEL
 from minisgl.core import FinishReason
 from minisgl.launch.launch import banner, check_model
@@ -415,7 +415,7 @@ def reply(text: str, reason: FinishReason | None = None) -> UserReply:
 def render(new: Callable[[], OutputParser], parts: list[str], reason: FinishReason) -> tuple[Any, list[Any]]:
     """(the choice of the body, the choices of the stream)"""
     replies = [*(reply(p) for p in parts[:-1]), reply(parts[-1], reason)]
-    body = OpenAIRenderer("m", True, StreamOptions(), new).body([joined(replies)], Receipt(0.0))
+    body = OpenAIRenderer("m", True, StreamOptions(), new).body([joined(replies)], Timeline(0.0))
     whole = json.loads(body)["choices"][0]
     stream = OpenAIRenderer("m", True, StreamOptions(), new)
     events = [e for r in replies for e in stream.events(0, r)]
@@ -563,7 +563,7 @@ def test_grammar_applies_after_an_opened_reasoning(tmp_path: Path) -> None:
 def test_only_offered_tools_are_parsed(tmp_path: Path) -> None:
     forms = OutputForms.of_model(ChatTemplate.of_folder(folder_with("[TOOL_CALLS]", tmp_path)), "auto", "auto")
     plain = message()
-    assert forms.prepare(REQUEST, plain) == (plain, None)
+    assert forms.prepare(REQUEST, plain)[0] == plain
     shown, new = forms.prepare(REQUEST, message(tools=[{"type": "function", "function": {"name": "f"}}]))
     assert new is not None
     assert shown.sampling_params.skip_special_tokens and shown.sampling_params.shown_tokens == ("[TOOL_CALLS]",)

@@ -3,16 +3,16 @@
 from __future__ import annotations
 
 import pytest
-from fastapi.routing import APIRoute
+from starlette.routing import Route
 
 from minisgl.api.app import create_app
-from minisgl.api.paths import ELSEWHERE, unknown_path
 from minisgl.api.requests import SamplingDefaults, ServedModel
+from minisgl.api.routes import ELSEWHERE, unknown_path
 from minisgl.params import Limits
 from minisgl.settings.options import ServerArgs
 
 APP = create_app(ServerArgs(), ServedModel("m", Limits(max_model_len=100, vocab_size=50), SamplingDefaults()))
-PATHS = [route.path for route in APP.routes if isinstance(route, APIRoute)]
+PATHS = [route.path for route in APP.routes if isinstance(route, Route)]
 
 
 @pytest.mark.parametrize(

@@ -7,9 +7,11 @@ from typing import Any
 
 import pytest
 
-from minisgl.api.protocol import ChatCompletionRequest, parse_body
+from minisgl.api.fields import ALIASES
+from minisgl.api.protocol import ChatCompletionRequest
 from minisgl.api.structured import forced_functions, requested_grammar
 from minisgl.errors import RequestError
+from support.bodies import parse_body
 
 SCHEMA = {"type": "object", "properties": {"a": {"type": "integer"}}}
 TOOLS = [{"type": "function", "function": {"name": n, "parameters": SCHEMA}} for n in ("f", "g")]
@@ -39,7 +41,8 @@ def request(**fields: Any) -> ChatCompletionRequest:
 )
 def test_each_field_gives_its_grammar(fields: dict[str, Any], kind: Any, text: Any) -> None:
     grammar = requested_grammar(request(**fields))
-    assert grammar is not None and grammar.kind == kind and grammar.param in fields
+    assert grammar is not None and grammar.kind == kind
+    assert grammar.param in {ALIASES.get(name, name) for name in fields}
     assert grammar.text == "[0-9]" if text is None else json.loads(grammar.text) == text
 
 
@@ -51,7 +54,7 @@ def test_no_constraint_gives_no_grammar() -> None:
 @pytest.mark.parametrize(
     ("fields", "param"),
     [
-        ({"guided_json": SCHEMA, "regex": "a"}, "regex"),
+        ({"guided_json": SCHEMA, "regex": "a"}, "guided_regex"),
         ({"guided_json": "[1]"}, "guided_json"),
         ({"guided_json": "{"}, "guided_json"),
         ({"guided_choice": []}, "guided_choice"),
@@ -60,9 +63,9 @@ def test_no_constraint_gives_no_grammar() -> None:
         ({"response_format": {"type": "json_schema"}}, "response_format"),
         ({"response_format": {"type": "json_schema", "json_schema": {"schema": "x"}}}, "response_format"),
         ({"structured_outputs": {"json": SCHEMA, "regex": "a"}}, "structured_outputs"),
-        ({"structured_outputs": {"structural_tag": "x"}}, "structured_outputs"),
+        ({"structured_outputs": {"structural_tag": "x"}}, "structured_outputs.structural_tag"),
         ({"structured_outputs": {"regex": 1}}, "structured_outputs"),
-        ({"ebnf": ""}, "ebnf"),
+        ({"ebnf": ""}, "guided_grammar"),
     ],
 )
 def test_refusals_name_the_field(fields: dict[str, Any], param: str) -> None:

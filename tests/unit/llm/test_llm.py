@@ -15,12 +15,13 @@ import numpy as np
 import pytest
 
 from minisgl import LLM, SamplingParams
-from minisgl.api.protocol import ChatCompletionRequest, parse_body
+from minisgl.api.protocol import ChatCompletionRequest
 from minisgl.api.requests import SamplingDefaults, chat_message
 from minisgl.checkpoint.hf import BUILTIN_MODEL
 from minisgl.core import FinishReason
 from minisgl.errors import ConfigError, InvariantError, RequestError
 from minisgl.params import Limits
+from support.bodies import parse_body
 
 pytestmark = pytest.mark.usefixtures("fixed_costs")
 

@@ -9,7 +9,7 @@ import torch
 from transformers import AutoModelForCausalLM
 
 from minisgl import LLM, Completion, SamplingParams
-from minisgl.api.replies import token_text
+from minisgl.api.openai import token_text
 from minisgl.checkpoint.hf import BUILTIN_MODEL
 from minisgl.tokenizer.text import TokenBytes
 

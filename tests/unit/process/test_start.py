@@ -10,7 +10,7 @@ import pytest
 
 import minisgl
 
-HEAVY = "torch numpy zmq msgspec tokenizers jinja2 llguidance fastapi uvicorn safetensors triton"
+HEAVY = "torch numpy zmq msgspec tokenizers jinja2 llguidance starlette uvicorn safetensors triton"
 IMPORTED = f"sorted(set(sys.modules) & set({HEAVY.split()}))"
 
 

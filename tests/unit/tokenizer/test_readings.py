@@ -9,13 +9,14 @@ from typing import Any
 import pytest
 from transformers.utils.chat_template_utils import render_jinja_template
 
-from minisgl.api.protocol import ChatCompletionRequest, parse_body
+from minisgl.api.protocol import ChatCompletionRequest
 from minisgl.api.requests import SamplingDefaults, chat_message
 from minisgl.message import TokenizeMsg
 from minisgl.params import Limits
 from minisgl.process.queues import Codec
 from minisgl.tokenizer.reading import INVALID, MAX_DEPTH
 from minisgl.tokenizer.template import ChatTemplate
+from support.bodies import parse_body
 
 Messages = list[dict[str, Any]]
 

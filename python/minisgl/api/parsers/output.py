@@ -1,10 +1,10 @@
-"""Selects the parsers for a model and a request, and returns their results in OpenAI's form of chat completions."""
+"""Selects the parsers for a model and a request, and splits an answer into the pieces from which each API writes."""
 
 from __future__ import annotations
 
 import itertools
 import re
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from typing import Any, Final, Literal
 
@@ -13,14 +13,7 @@ import msgspec
 from minisgl.api.parsers.pieces import Content, ParsedCall, Parser, Piece, Reasoning
 from minisgl.api.parsers.reasoning import REASONING_FORMS, ReasoningForm, ReasoningParser
 from minisgl.api.parsers.tools import TOOL_FORMS, ToolForm, ToolParser
-from minisgl.api.protocol import (
-    AssistantMessage,
-    ChatCompletionRequest,
-    CustomCall,
-    GeneratedCustomCall,
-    GeneratedFunction,
-    GeneratedToolCall,
-)
+from minisgl.api.protocol import ChatCompletionRequest
 from minisgl.api.structured import forced_functions
 from minisgl.core import FinishReason
 from minisgl.errors import RequestError, unsupported
@@ -38,7 +31,6 @@ SWITCHES: Final[tuple[tuple[str, tuple[Any, Any]], ...]] = (
     *((EFFORT, values) for values in (("no_think", "high"), ("none", "high"), ("none", "medium"))),
 )
 
-_to_json: Final = msgspec.json.Encoder().encode
 _arguments: Final = msgspec.json.Decoder(dict[str, Any], float_hook=float).decode  # numbers may be beyond float64
 
 Step = Literal["open", "more", "close", "call"]
@@ -49,16 +41,16 @@ class OutputParser:
 
     def __init__(
         self,
-        reasoning: ReasoningParser | None,
-        tools: ToolParser | None,
+        reasoning: ReasoningParser | None = None,
+        tools: ToolParser | None = None,
         customs: frozenset[str] = frozenset(),
         hides_reasoning: bool = False,
     ) -> None:
         """Calls of the tools named in `customs` become calls with a text."""
+        self.num_calls = 0
         self._customs = customs
         self._hides_reasoning = hides_reasoning
         self._parsers: list[Parser] = [p for p in (reasoning, tools) if p is not None]
-        self._calls = 0
         # The open block: its type and texts.
         self._block: tuple[type[Content] | type[Reasoning], list[str]] | None = None
 
@@ -70,38 +62,24 @@ class OutputParser:
             for piece in pieces:
                 parsed += parser.feed(piece.text) if isinstance(piece, Content) else [piece]
             pieces = parsed + (parser.flush() if is_last else [])
-        self._calls += sum(isinstance(p, ParsedCall) for p in pieces)
-        shown = [p for p in pieces if not (self._hides_reasoning and isinstance(p, Reasoning))]
-        return [_with_text(p) if isinstance(p, ParsedCall) and p.name in self._customs else p for p in shown]
+        return self._shown(pieces) if self._parsers else pieces
+
+    def _shown(self, pieces: list[Piece]) -> list[Piece]:
+        """Merge adjacent texts of one kind, so that the number of events does not depend on the parser."""
+        shown: list[Piece] = []
+        for kind, group in itertools.groupby(pieces, type):
+            run = list(group)
+            texts = [piece.text for piece in run if not isinstance(piece, ParsedCall)]
+            calls = [piece for piece in run if isinstance(piece, ParsedCall)]
+            self.num_calls += len(calls)
+            if not (self._hides_reasoning and kind is Reasoning):
+                shown += [kind("".join(texts))] if texts else []
+                shown += [_with_text(call) if call.name in self._customs else call for call in calls]
+        return shown
 
     def finish_reason(self, reason: FinishReason) -> str:
         """Return the finish reason for the client: TOOL_CALLS if the model has stopped after a call."""
-        return TOOL_CALLS if reason is FinishReason.STOP and self._calls else reason
-
-    def message(self, text: str) -> AssistantMessage:
-        """Return the message for the whole `text` of an answer. Ends the parser."""
-        pieces = self.feed(text, is_last=True)
-        content = "".join(p.text for p in pieces if isinstance(p, Content))
-        reasoning = "".join(p.text for p in pieces if isinstance(p, Reasoning))
-        calls = [_call(p, p.arguments) for p in pieces if isinstance(p, ParsedCall)]
-        shown = content or (None if calls or reasoning else "")
-        return AssistantMessage(shown, reasoning_content=reasoning, tool_calls=calls)
-
-    def deltas(self, text: str, is_last: bool) -> Iterator[bytes]:
-        """Yield the stream deltas for `text` and, if `is_last`, the end. A call has two: name, then arguments."""
-        index = self._calls
-        for piece in _merged(self.feed(text, is_last)):
-            match piece:
-                case Content(shown):
-                    yield b'{"content":' + _to_json(shown) + b"}"
-                case Reasoning(shown):
-                    yield b'{"reasoning_content":' + _to_json(shown) + b"}"
-                case ParsedCall():
-                    head = b'{"tool_calls":[{"index":%d,' % index
-                    arguments = {"input": piece.arguments} if piece.is_custom else {"arguments": piece.arguments}
-                    yield head + _to_json(_call(piece, ""))[1:] + b"]}"
-                    yield head + (b'"custom":' if piece.is_custom else b'"function":') + _to_json(arguments) + b"}]}"
-                    index += 1
+        return TOOL_CALLS if reason is FinishReason.STOP and self.num_calls else reason
 
     def steps(self, text: str, is_last: bool) -> Iterator[tuple[Step, Piece]]:
         """Yield how an answer's blocks grow by `text` and, if `is_last`, the end.
@@ -109,8 +87,8 @@ class OutputParser:
         Adjacent text or reasoning is a block: "open" with an empty piece, "more" with each new piece, and "close" with
         the whole. A "call" is complete. An answer without blocks gets an empty text.
         """
-        pieces: list[Piece] = list(_merged(self.feed(text, is_last)))
-        if is_last and not pieces and self._block is None and not self._calls:
+        pieces = self.feed(text, is_last)
+        if is_last and not pieces and self._block is None and not self.num_calls:
             pieces = [Content("")]
         for piece in pieces:
             if self._block is not None and self._block[0] is not type(piece):
@@ -133,25 +111,11 @@ class OutputParser:
         return kind("".join(texts))
 
 
-def _merged(pieces: Iterable[Piece]) -> Iterator[Piece]:
-    """Merge adjacent texts of one kind, so that the number of events does not depend on the parser."""
-    for kind, group in itertools.groupby(pieces, type):
-        run = list(group)
-        texts = [piece.text for piece in run if not isinstance(piece, ParsedCall)]
-        yield from [kind("".join(texts))] if texts else run
-
-
 def _with_text(call: ParsedCall) -> ParsedCall:
     """Return the call of a custom tool with its `input`, or with the whole JSON if the model has given it otherwise."""
     given = _arguments(call.arguments).get("input")
     text = given if isinstance(given, str) else call.arguments
     return ParsedCall(call.id, call.name, text, is_custom=True)
-
-
-def _call(call: ParsedCall, arguments: str) -> GeneratedToolCall | GeneratedCustomCall:
-    if call.is_custom:
-        return GeneratedCustomCall(call.id, CustomCall(call.name, arguments))
-    return GeneratedToolCall(call.id, GeneratedFunction(call.name, arguments))
 
 
 def parser_names(template: ChatTemplate, tool_parser: str, reasoning_parser: str) -> tuple[str, str]:
@@ -191,8 +155,8 @@ class OutputForms:
 
     def prepare(
         self, request: ChatCompletionRequest, message: TokenizeMsg, customs: frozenset[str] = frozenset()
-    ) -> tuple[TokenizeMsg, Callable[[], OutputParser] | None]:
-        """Return `message` with its grammar and visible markers, and a factory of its parser (None: it needs none).
+    ) -> tuple[TokenizeMsg, Callable[[], OutputParser]]:
+        """Return `message` with its grammar and visible markers, and a factory of its parser.
 
         Calls of the tools named in `customs` get a text instead of arguments.
         Raises `RequestError` for a `tool_choice` that cannot be honoured.
@@ -209,8 +173,6 @@ class OutputForms:
         )
         params = msgspec.structs.replace(params, grammar=grammar, shown_tokens=tuple(sorted(markers)))
         message = msgspec.structs.replace(message, sampling_params=params)
-        if tools is None and reasoning is None:
-            return message, None
         schemas = {tool["function"]["name"]: tool["function"].get("parameters") for tool in message.tools or ()}
         only_first = request.parallel_tool_calls is False
         hides = request.include_reasoning is False or bool(request.reasoning and request.reasoning.exclude)

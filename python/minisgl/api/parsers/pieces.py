@@ -8,8 +8,9 @@ from __future__ import annotations
 
 import re
 from collections.abc import Callable
-from dataclasses import dataclass
 from typing import Final
+
+import msgspec
 
 STRIDE: Final = 512  # characters per read, so that a long text is not copied at every marker
 # What a scanner looks for, by the quote of the string that it is inside, after a backslash if there was one.
@@ -17,22 +18,19 @@ _ANY: Final = re.compile(".", re.DOTALL)
 _SIGNS: Final = {"": re.compile(r"[\"'{}\[\]()]"), '"': re.compile(r'["\\]'), "'": re.compile(r"['\\]")}
 
 
-@dataclass(frozen=True, slots=True)
-class Content:
+class Content(msgspec.Struct, frozen=True):
     """Text for the user."""
 
     text: str
 
 
-@dataclass(frozen=True, slots=True)
-class Reasoning:
+class Reasoning(msgspec.Struct, frozen=True):
     """Reasoning of the model."""
 
     text: str
 
 
-@dataclass(frozen=True, slots=True)
-class ParsedCall:
+class ParsedCall(msgspec.Struct, frozen=True):
     """A complete call. `arguments` is the JSON object as the model wrote it; with `is_custom`, a custom tool's text."""
 
     id: str
@@ -74,6 +72,8 @@ def split_at(text: str, *markers: str) -> tuple[str, str, str]:
 
     `held` is the longest suffix of `text` that may begin a marker.
     """
+    if not any(m[0] in text for m in markers):  # nearly always
+        return text, "", ""
     start, marker = min(((i, m) for m in markers if (i := text.find(m)) >= 0), default=(0, ""))
     if marker:
         return text[:start], marker, text[start + len(marker) :]
