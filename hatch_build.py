@@ -20,7 +20,7 @@ class CompileHook(BuildHookInterface):
 
     def initialize(self, version: str, build_data: dict[str, Any]) -> None:
         _make_importable(Path(self.root))
-        from minisgl.errors import NativeError
+        from minisgl.core.errors import NativeError
         from minisgl.native import library as native
         from minisgl.native.build import PREBUILT, build_libraries
 

@@ -16,13 +16,13 @@ import sys
 from concurrent.futures import ProcessPoolExecutor
 from typing import Any
 
-from minisgl.bench.command import add_offline, bench_args
-from minisgl.bench.offline import run_offline
-from minisgl.bench.report import format_table, spread_percent, write_json
-from minisgl.bench.shapes import shape_options
-from minisgl.bench.workloads import OfflineArgs
-from minisgl.errors import ConfigError
+from minisgl.core.errors import ConfigError
 from minisgl.settings.sources import engine_options, given_options
+from minisgl.tools.bench.command import add_offline, bench_args
+from minisgl.tools.bench.offline import run_offline
+from minisgl.tools.bench.report import format_table, spread_percent, write_json
+from minisgl.tools.bench.shapes import shape_options
+from minisgl.tools.bench.workloads import OfflineArgs
 
 # Name -> the option, and its values with and without.
 ABLATIONS: dict[str, tuple[str, Any, Any]] = {

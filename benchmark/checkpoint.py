@@ -13,7 +13,6 @@ from typing import Any
 import torch
 from safetensors.torch import save_file
 
-from minisgl.bench.shapes import SHAPES, write_config
 from minisgl.distributed.communicator import SoloCommunicator
 from minisgl.distributed.info import ALONE, DistributedInfo
 from minisgl.layers.builder import Builder, Parameter, Source
@@ -21,6 +20,7 @@ from minisgl.models.families import MODELS
 from minisgl.models.model_config import ModelConfig
 from minisgl.models.weight import DUMMY_STD
 from minisgl.ops.table import load_ops
+from minisgl.tools.bench.shapes import SHAPES, write_config
 
 FILE_BYTES = 4 << 30  # the usual largest file on hubs
 INDEX = "model.safetensors.index.json"

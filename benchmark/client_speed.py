@@ -12,8 +12,8 @@ from multiprocessing.connection import Connection
 
 import uvloop
 
-from minisgl.bench.load import LoadGenerator
-from minisgl.bench.traffic import Request
+from minisgl.tools.bench.load import LoadGenerator
+from minisgl.tools.bench.traffic import Request
 
 STREAMS = 64
 REQUESTS = 256

@@ -15,10 +15,10 @@ from random import Random
 import numpy as np
 from scheduler.bench import InstantEngine, InstantOutput
 
-from minisgl.core import BatchPlan, StepCosts, StepResult
-from minisgl.layout import Flag
-from minisgl.message import UserMsg, ids_to_bytes
-from minisgl.params import SamplingParams
+from minisgl.core.layout import Flag
+from minisgl.core.message import UserMsg, ids_to_bytes
+from minisgl.core.params import SamplingParams
+from minisgl.core.plan import BatchPlan, StepCosts, StepResult
 from minisgl.scheduler.io import OfflineIO
 from minisgl.scheduler.scheduler import Scheduler
 from minisgl.settings.options import MAX_DRAFTS, EngineConfig, SchedulerConfig

@@ -23,13 +23,13 @@ from unittest.mock import patch
 import torch
 
 from minisgl import LLM
-from minisgl.bench.offline import _measure
-from minisgl.bench.shapes import shape_options
-from minisgl.bench.traffic import Request
-from minisgl.bench.workloads import Workload
 from minisgl.models import weight
 from minisgl.models.weight import Parameter, fill_dummy
 from minisgl.ops.quantized import Rounding
+from minisgl.tools.bench.offline import _measure
+from minisgl.tools.bench.shapes import shape_options
+from minisgl.tools.bench.traffic import Request
+from minisgl.tools.bench.workloads import Workload
 
 SIZE, BLOCKS = 16, 256  # tokens that follow each other, and how many such blocks there are
 NEXT, OTHER = 90.0, 82.0  # logits of the successor and of the others of its block; multiples of 0.5 in bfloat16

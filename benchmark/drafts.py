@@ -16,7 +16,7 @@ import time
 from statistics import median
 
 from minisgl import LLM, SamplingParams
-from minisgl.params import Grammar
+from minisgl.core.params import Grammar
 
 TEXTS = (
     "The lighthouse keeper wrote down the weather every evening, and counted fourteen lamps before he went to sleep.",

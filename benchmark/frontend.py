@@ -33,12 +33,12 @@ from minisgl.api.app import create_app
 from minisgl.api.frontend import FrontendManager
 from minisgl.api.metrics import Metrics
 from minisgl.api.requests import SamplingDefaults, ServedModel
-from minisgl.bench.report import format_table, provenance, write_json
-from minisgl.core import FinishReason
-from minisgl.message import FrontendMsg, TokenizeMsg, TokenizerMsg, UserReply
-from minisgl.params import Limits, SamplingParams
+from minisgl.core.message import FrontendMsg, TokenizeMsg, TokenizerMsg, UserReply
+from minisgl.core.params import Limits, SamplingParams
+from minisgl.core.plan import FinishReason
 from minisgl.process.queues import Codec, ZmqAsyncPullQueue, ZmqPushQueue
 from minisgl.settings.options import ServerArgs
+from minisgl.tools.bench.report import format_table, provenance, write_json
 
 LIMITS = Limits(max_model_len=1 << 20, vocab_size=1 << 17)
 STREAMS = 64

@@ -20,15 +20,15 @@ from unittest.mock import patch
 
 import numpy as np
 
-from minisgl.bench.command import add_offline, bench_args
-from minisgl.bench.offline import generate, start_engine
-from minisgl.bench.report import provenance, shown, write_json
-from minisgl.bench.shapes import shape_options
-from minisgl.bench.traffic import Request
-from minisgl.bench.workloads import OfflineArgs, Workload
-from minisgl.core import BatchPlan
-from minisgl.layout import Flag
+from minisgl.core.layout import Flag
+from minisgl.core.plan import BatchPlan
 from minisgl.settings.sources import engine_options, given_options
+from minisgl.tools.bench.command import add_offline, bench_args
+from minisgl.tools.bench.offline import generate, start_engine
+from minisgl.tools.bench.report import provenance, shown, write_json
+from minisgl.tools.bench.shapes import shape_options
+from minisgl.tools.bench.traffic import Request
+from minisgl.tools.bench.workloads import OfflineArgs, Workload
 
 if TYPE_CHECKING:
     from minisgl.scheduler.scheduler import Scheduler

@@ -22,8 +22,8 @@ from contextlib import ExitStack, suppress
 from pathlib import Path
 from typing import Any
 
-from minisgl.bench.report import format_table, provenance, spread, write_json
 from minisgl.checkpoint import hf
+from minisgl.tools.bench.report import format_table, provenance, spread, write_json
 
 PIECE = 8 << 20
 SAMPLES = 256  # places of a file tested for being in the page cache

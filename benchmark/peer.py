@@ -45,9 +45,9 @@ def run_rank(rank: int, args: argparse.Namespace, folder: str) -> None:
     from minisgl.distributed.info import DistributedInfo
     from minisgl.distributed.peer import PeerAllReduce, graph_us
     from minisgl.distributed.pynccl import PyNcclCommunicator
+    from minisgl.kernels.triton import norm
+    from minisgl.kernels.triton.all_reduce import EMPTY, all_reduce
     from minisgl.ops import reference
-    from minisgl.triton import norm
-    from minisgl.triton.all_reduce import EMPTY, all_reduce
 
     torch.cuda.set_device(rank)
     device, dtype = torch.device("cuda", rank), torch.bfloat16

@@ -37,16 +37,16 @@ from urllib.request import ProxyHandler, build_opener
 
 import uvloop
 
-from minisgl.bench.load import Job, LoadGenerator, Record, summarize
-from minisgl.bench.online import own_server
-from minisgl.bench.report import format_table, origin, provenance
-from minisgl.bench.shapes import SHAPE_HELP, shape_options
-from minisgl.bench.traffic import OnlineArgs, Range, Request, random_prompt, random_requests
-from minisgl.bench.workloads import OfflineArgs, make_workloads
-from minisgl.chat.client import ChatClient
+from minisgl.core.errors import MinisglError
 from minisgl.device.machine import choose_device
-from minisgl.errors import MinisglError
 from minisgl.settings.sources import add_model_argument, add_options, given_options, server_options
+from minisgl.tools.bench.load import Job, LoadGenerator, Record, summarize
+from minisgl.tools.bench.online import own_server
+from minisgl.tools.bench.report import format_table, origin, provenance
+from minisgl.tools.bench.shapes import SHAPE_HELP, shape_options
+from minisgl.tools.bench.traffic import OnlineArgs, Range, Request, random_prompt, random_requests
+from minisgl.tools.bench.workloads import OfflineArgs, make_workloads
+from minisgl.tools.chat.client import ChatClient
 
 PARTS: Final = ("throughput", "prefixes", "death")
 VOCAB: Final = 4096  # every model has these ids

@@ -17,9 +17,9 @@ from collections.abc import Sequence
 from pathlib import Path
 from urllib.parse import urlsplit
 
-from minisgl.bench.online import own_server
-from minisgl.bench.report import format_table, origin, provenance
-from minisgl.chat.client import ChatClient
+from minisgl.tools.bench.online import own_server
+from minisgl.tools.bench.report import format_table, origin, provenance
+from minisgl.tools.chat.client import ChatClient
 
 KINDS = {"off": {}, "text": {"log_requests": True}, "json": {"log_requests": True, "log_format": "json"}}
 BODY = json.dumps({"messages": [{"role": "user", "content": "Hello"}], "max_tokens": 1})

@@ -26,9 +26,9 @@ from collections.abc import Sequence
 from statistics import median
 
 from minisgl import LLM, SamplingParams
-from minisgl.bench.shapes import shape_options
 from minisgl.llm.completions import Completions
 from minisgl.llm.llm import prompt_messages
+from minisgl.tools.bench.shapes import shape_options
 
 Tokens = list[int]
 

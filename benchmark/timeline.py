@@ -19,14 +19,14 @@ from unittest.mock import patch
 import torch
 from host_steps import SKIPPED_STEPS, SLACK, is_steady, truncated
 
-from minisgl.bench.command import add_offline, bench_args
-from minisgl.bench.offline import generate, start_engine
-from minisgl.bench.report import check_writable, new_figure
-from minisgl.bench.shapes import shape_options
-from minisgl.bench.workloads import OfflineArgs, Workload
-from minisgl.core import BatchPlan
+from minisgl.core.plan import BatchPlan
 from minisgl.llm.llm import LLM
 from minisgl.settings.sources import engine_options, given_options
+from minisgl.tools.bench.command import add_offline, bench_args
+from minisgl.tools.bench.offline import generate, start_engine
+from minisgl.tools.bench.report import check_writable, new_figure
+from minisgl.tools.bench.shapes import shape_options
+from minisgl.tools.bench.workloads import OfflineArgs, Workload
 
 STEPS = 4
 TOP_KERNELS = 9  # kernels with a colour and a name of their own

@@ -11,10 +11,10 @@ from __future__ import annotations
 import sys
 import time
 
-from minisgl.chat.client import ChatClient
-from minisgl.errors import ConfigError, MinisglError
+from minisgl.core.errors import ConfigError, MinisglError
 from minisgl.launch.launch import background_server
 from minisgl.settings.sources import parse_args
+from minisgl.tools.chat.client import ChatClient
 
 CONVERSATIONS = [
     ["Hello! Who are you?"],

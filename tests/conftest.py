@@ -13,7 +13,7 @@ import pytest
 from hypothesis import HealthCheck, settings
 
 if TYPE_CHECKING:
-    from minisgl.core import StepCosts
+    from minisgl.core.plan import StepCosts
 
 sys.path[:0] = [str(Path(__file__).parent), str(Path(__file__).parents[1])]
 os.environ["MINISGL_CHECK"] = "1"
@@ -29,7 +29,7 @@ settings.load_profile("minisgl")
 @pytest.fixture(scope="module")
 def fixed_costs() -> Iterator[None]:
     """Engines of one rank do not time their steps, so plans do not depend on this machine and its other work."""
-    from minisgl.core import StepCosts
+    from minisgl.core.plan import StepCosts
     from minisgl.engine import engine
 
     measure = engine.measure_costs

@@ -1,6 +1,7 @@
 """Count the code lines of the package by room, and hold docs/architecture.md's table of rooms against the code.
 
-Blank lines, comments and docstrings are not counted. A room is a folder or a module directly below python/minisgl.
+Blank lines, comments and docstrings are not counted. A room is a folder or a module directly below python/minisgl, or
+below one of the folders that only group rooms.
 
     python tools/code_lines.py          print lines and files of each room, and the total
     python tools/code_lines.py --write  rewrite the table's counts, and drop imports that no room needs any more
@@ -28,8 +29,9 @@ LAZY_IMPORTS = {
     ("launch/doctor.py", "attention"),
     ("launch/doctor.py", "native"),
     ("launch/doctor.py", "ops"),
-    ("launch/doctor.py", "triton"),
+    ("launch/doctor.py", "kernels/triton"),
 }
+GROUPS = {"core", "kernels", "tools"}
 _LAYOUT = {tokenize.COMMENT, tokenize.NL, tokenize.NEWLINE, tokenize.INDENT, tokenize.DEDENT}
 _LAYOUT |= {tokenize.ENCODING, tokenize.ENDMARKER}
 
@@ -68,7 +70,10 @@ def code_lines(path: Path) -> int:
 def room_of(path: Path) -> str:
     """The room of a file of the package; C++ is a room of its own."""
     relative = path.relative_to(PACKAGE)
-    return relative.parts[0].removesuffix(".py") if path.suffix == ".py" else str(relative.parent)
+    if path.suffix != ".py":
+        return str(relative.parent)
+    parts = relative.with_suffix("").parts
+    return "/".join(parts[:2] if parts[0] in GROUPS and parts[1] != "__init__" else parts[:1])
 
 
 def count_rooms() -> dict[str, tuple[int, int]]:
@@ -82,8 +87,8 @@ def count_rooms() -> dict[str, tuple[int, int]]:
 
 def total(counts: dict[str, tuple[int, int]]) -> str:
     """One sentence: Python and C++ apart."""
-    python = [count for name, count in counts.items() if "/" not in name]
-    cpp = [count for name, count in counts.items() if "/" in name]
+    is_cpp = {name: name.endswith(("/cpp", "/cuda")) for name in counts}
+    python, cpp = ([counts[name] for name in counts if is_cpp[name] is wanted] for wanted in (False, True))
     (lines, files), (cpp_lines, cpp_files) = map(sum, zip(*python, strict=True)), map(sum, zip(*cpp, strict=True))
     return f"{lines:,} code lines of Python in {files} files, {cpp_lines:,} of C++ in {cpp_files}"
 
@@ -98,7 +103,8 @@ def imports(path: Path) -> Iterator[tuple[str, bool]]:
                 yield from ((a.name, eager) for a in child.names)
             elif isinstance(child, ast.ImportFrom):
                 assert child.level == 0, f"{path}: relative import"
-                names = [f"{child.module}.{a.name}" for a in child.names] if child.module == "minisgl" else []
+                is_group = child.module in {"minisgl", *(f"minisgl.{group}" for group in GROUPS)}
+                names = [f"{child.module}.{a.name}" for a in child.names] if is_group else []
                 yield from ((name, eager) for name in (names or [child.module or ""]))
             else:
                 is_function = isinstance(child, (ast.FunctionDef, ast.AsyncFunctionDef, ast.Lambda))
@@ -113,10 +119,10 @@ def imported_rooms(path: Path, rooms: set[str]) -> set[str]:
     where = str(path.relative_to(PACKAGE))
     found = set()
     for module, eager in imports(path):
-        parts = module.split(".")
-        is_room = parts[0] == "minisgl" and len(parts) > 1 and parts[1] in rooms - {room_of(path)}
-        if is_room and (eager or (where, parts[1]) not in LAZY_IMPORTS):
-            found.add(parts[1])
+        _, *parts = module.split(".") if module.startswith("minisgl.") else [""]
+        room = "/".join(parts[: 2 if parts[:1] and parts[0] in GROUPS else 1])
+        if room in rooms - {room_of(path)} and (eager or (where, room) not in LAZY_IMPORTS):
+            found.add(room)
     return found
 
 

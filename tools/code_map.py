@@ -17,10 +17,10 @@ KINDS = {".py", ".cpp", ".h", ".cu", ".html"}
 GENERATED = {"prebuilt", "__pycache__"}
 PARTS: dict[str, tuple[str, ...]] = {
     "**core**: plans, steps, pages, models": (
-        "core",
-        "layout",
-        "specs",
-        "params",
+        "core/plan",
+        "core/layout",
+        "core/specs",
+        "core/params",
         "scheduler",
         "engine",
         "speculative",
@@ -29,15 +29,24 @@ PARTS: dict[str, tuple[str, ...]] = {
         "models",
     ),
     "attention backends and ops": ("attention", "ops"),
-    "kernels for NVIDIA GPUs": ("triton", "hopper", "hopper/cuda"),
+    "kernels for NVIDIA GPUs": ("kernels", "kernels/triton", "kernels/hopper", "kernels/hopper/cuda"),
     "the CPU's step, called from Python": ("native",),
     "the CPU's step in C++": ("native/cpp",),
     "several ranks": ("distributed",),
-    "server: HTTP, tokenizer, processes": ("api", "routing", "tokenizer", "message", "process", "launch", "ray"),
-    "settings, checkpoints, devices": ("settings", "checkpoint", "device", "registry", "rounding", "errors", "demo"),
+    "server: HTTP, tokenizer, processes": ("api", "tokenizer", "core/message", "process", "launch", "ray"),
+    "settings, checkpoints, devices": (
+        "settings",
+        "checkpoint",
+        "device",
+        "core",
+        "core/registry",
+        "core/rounding",
+        "core/errors",
+        "demo",
+    ),
     "grammars": ("grammar",),
-    "Python API, terminal chat, command line": ("llm", "chat", "__init__", "__main__"),
-    "benchmarks, verification, replay": ("bench", "verify", "replay"),
+    "Python API, terminal chat, command line": ("llm", "tools/chat", "__init__", "__main__"),
+    "benchmarks, verification, replay": ("tools", "tools/bench", "tools/verify", "tools/replay"),
 }
 
 

@@ -51,7 +51,7 @@ PARTS = (
     Part("engines", ("tests/unit/engine", "tests/unit/llm", "tests/unit/models", "tests/unit/training")),
     Part("C++ step", ("tests/contract", "tests/unit/native")),
     Part("others", ("tests",)),
-    Part("scheduler", ("tests/unit/scheduler", "tests/simulation", "tests/unit/kvcache", "tests/unit/routing")),
+    Part("scheduler", ("tests/unit/scheduler", "tests/simulation", "tests/unit/kvcache")),
     Part(
         "kernels in Triton's interpreter",
         ("tests/interpreter",),
@@ -63,7 +63,7 @@ PARTS = (
     Part("CUDA kernels on a CPU", ("tests/unit/hopper", "tests/unit/triton"), is_kernels=True),
 )
 # Folders of the package that no kernel imports.
-BESIDE_KERNELS = ("api", "bench", "chat", "grammar", "launch", "llm", "process", "routing", "tokenizer", "verify")
+BESIDE_KERNELS = ("api", "grammar", "launch", "llm", "process", "tokenizer", "tools")
 CORES = ("Nehalem", "Sandybridge", "Haswell", "Zen", "SkylakeX", "Cooperlake", "Sapphirerapids")  # OpenBLAS's names
 
 

@@ -35,11 +35,11 @@ from engines import (
 )
 from llama import LlamaCpp, missing_for_llama, write_gguf
 
-from minisgl.bench.online import run_online
-from minisgl.bench.report import format_table, provenance, shown, spread, write_json
-from minisgl.bench.shapes import SHAPES
-from minisgl.bench.traffic import OnlineArgs
-from minisgl.errors import MinisglError
+from minisgl.core.errors import MinisglError
+from minisgl.tools.bench.online import run_online
+from minisgl.tools.bench.report import format_table, provenance, shown, spread, write_json
+from minisgl.tools.bench.shapes import SHAPES
+from minisgl.tools.bench.traffic import OnlineArgs
 
 PROMPT = 64
 MIXED = 48

@@ -19,9 +19,9 @@ from unittest.mock import patch
 
 import numpy as np
 
-from minisgl.errors import MinisglError, StartupError
-from minisgl.message import DetokenizeMsg, FlushCacheMsg
-from minisgl.params import SamplingParams
+from minisgl.core.errors import MinisglError, StartupError
+from minisgl.core.message import DetokenizeMsg, FlushCacheMsg
+from minisgl.core.params import SamplingParams
 
 STATIC_BATCH = 16
 CONTEXT = 1024  # tokens of the longest request

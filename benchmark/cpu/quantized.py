@@ -17,11 +17,11 @@ from typing import Any
 import torch
 
 from minisgl import LLM, SamplingParams
-from minisgl.bench.report import format_table
-from minisgl.bench.shapes import SHAPES, shape_options
 from minisgl.checkpoint.hf import BUILTIN_MODEL
 from minisgl.tokenizer.tokenize import load_tokenizer
-from minisgl.verify.steps import Span, stepper_of
+from minisgl.tools.bench.report import format_table
+from minisgl.tools.bench.shapes import SHAPES, shape_options
+from minisgl.tools.verify.steps import Span, stepper_of
 
 KINDS: dict[str, dict[str, Any]] = {
     "float32": {"dtype": "float32"},

@@ -24,15 +24,15 @@ import torch
 from minisgl.attention import triton as backend
 from minisgl.attention.backend import AttentionSpec, StepAttention
 from minisgl.attention.triton import TritonAttention
-from minisgl.core import SeqLayout
+from minisgl.core.layout import SLOT
+from minisgl.core.plan import SeqLayout
+from minisgl.core.specs import GroupedQuery
 from minisgl.engine.batch import step_shape
-from minisgl.layout import SLOT
+from minisgl.kernels.triton.linear import gemv
 from minisgl.ops import reference
 from minisgl.ops.quantized import Pages, QuantizedPages, round_fp8
 from minisgl.ops.reference import HeadTransform
 from minisgl.ops.table import load_ops
-from minisgl.specs import GroupedQuery
-from minisgl.triton.linear import gemv
 
 READ = 4.55e12  # bytes per second
 KV_HEADS, DIM, PAGE = 8, 128, 64

@@ -26,10 +26,8 @@ from typing import NamedTuple
 import torch
 from ops import CEILING, GPU, randn, relative, time_us
 
-from minisgl.ops import reference
-from minisgl.ops.quantized import E8M0, MXFP4, Format, Quantized
-from minisgl.triton.kernels import mix
-from minisgl.triton.moe import (
+from minisgl.kernels.triton.kernels import mix
+from minisgl.kernels.triton.moe import (
     CONFIGS,
     FP8_CONFIGS,
     INT4_CONFIGS,
@@ -41,7 +39,9 @@ from minisgl.triton.moe import (
     pair_down,
     pair_gate_up,
 )
-from minisgl.triton.moe_routing import route, route_and_list
+from minisgl.kernels.triton.moe_routing import route, route_and_list
+from minisgl.ops import reference
+from minisgl.ops.quantized import E8M0, MXFP4, Format, Quantized
 
 OPERATIONS = 742e6  # per us
 SIZES = (1, 2, 4, 8, 16, 32, 64, 128, 256, 1024, 4096, 16384)

@@ -21,9 +21,9 @@ from types import SimpleNamespace
 import torch
 from torch.nn import functional as F
 
+from minisgl.kernels.triton import epilogue, linear, norm, ops, sample, top_k_top_p
+from minisgl.kernels.triton.gemm import GemmConfig, gemm
 from minisgl.ops import reference
-from minisgl.triton import epilogue, linear, norm, ops, sample, top_k_top_p
-from minisgl.triton.gemm import GemmConfig, gemm
 
 BF16, GPU, VOCAB = torch.bfloat16, torch.device("cuda", 0), 151936
 CEILING = 4.55e6  # bytes per us
@@ -145,7 +145,7 @@ def projection_shapes() -> Iterator[tuple[tuple[str, str, int, int], int]]:
 def other_configurations(
     row: str, rows: int, x: torch.Tensor, ws: list[torch.Tensor], gated: bool, exact: Callable[[], torch.Tensor]
 ) -> Iterator[Cell]:
-    """The measurements behind the tables in `triton/linear.py`."""
+    """The measurements behind the tables in `kernels/triton/linear.py`."""
     n_out, n_in = ws[0].shape
     if rows == 1:
         for bn in (2, 4):

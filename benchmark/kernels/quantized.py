@@ -27,22 +27,22 @@ from torch import Tensor
 from torch.nn import functional as F
 from triton.runtime.errors import OutOfResources
 
-from minisgl.hopper import gemm as cuda_gemm
-from minisgl.ops import reference
-from minisgl.ops.deferred import Result, finished
-from minisgl.ops.quantized import E4M3, Format, Quantized
-from minisgl.triton import ops
-from minisgl.triton.cublas import cublas_linear
-from minisgl.triton.gemm import GemmConfig, gemm
-from minisgl.triton.kernels import multiply
-from minisgl.triton.product import Norm, Product
-from minisgl.triton.quantized import (
+from minisgl.kernels.hopper import gemm as cuda_gemm
+from minisgl.kernels.triton import ops
+from minisgl.kernels.triton.cublas import cublas_linear
+from minisgl.kernels.triton.gemm import GemmConfig, gemm
+from minisgl.kernels.triton.kernels import multiply
+from minisgl.kernels.triton.product import Norm, Product
+from minisgl.kernels.triton.quantized import (
     MAX_EXACT_ROWS,
     refuses_rows,
     split_rows,
     split_size,
 )
-from minisgl.triton.quantized_gemv import quantized_gemv
+from minisgl.kernels.triton.quantized_gemv import quantized_gemv
+from minisgl.ops import reference
+from minisgl.ops.deferred import Result, finished
+from minisgl.ops.quantized import E4M3, Format, Quantized
 
 INT8 = Format(8, 0, is_integer=True)
 FORMATS = (Format(8, 0), Format(8, 128), INT8, Format(4, 128, scale_dtype=BF16), Format(4, 32, True, torch.float16))

@@ -17,18 +17,18 @@ from typing import Any
 import numpy as np
 import torch
 
-from minisgl.bench.report import format_table
-from minisgl.bench.shapes import SHAPES, shape_options
-from minisgl.core import BatchPlan
+from minisgl.core.layout import FULL, NO_MASKS, PAGE_WRITE, ROW_STATE, SLOT, Flag
+from minisgl.core.params import Grammar, SamplingParams
+from minisgl.core.plan import BatchPlan
 from minisgl.device.device import create_device
 from minisgl.distributed.group import Group
 from minisgl.engine.config import resolve
 from minisgl.engine.engine import Engine
-from minisgl.layout import FULL, NO_MASKS, PAGE_WRITE, ROW_STATE, SLOT, Flag
-from minisgl.params import Grammar, SamplingParams
 from minisgl.scheduler.plan import decode_flags, penalty_record, sampling_flags
 from minisgl.scheduler.req import Req
 from minisgl.settings.options import EngineConfig
+from minisgl.tools.bench.report import format_table
+from minisgl.tools.bench.shapes import SHAPES, shape_options
 
 PROMPT, STEPS, REPEATS, AHEAD = 16, 25, 7, 2
 WARM = {"temperature": 0.6}

@@ -17,12 +17,12 @@ os.environ["MINISGL_CHECK"] = "0"
 import numpy as np
 
 from minisgl import LLM, SamplingParams
-from minisgl.bench.workloads import WORKLOADS, OfflineArgs, make_workloads
-from minisgl.core import BatchPlan, StepCosts, StepResult
+from minisgl.core.layout import Flag
+from minisgl.core.params import Limits
+from minisgl.core.plan import BatchPlan, StepCosts, StepResult
 from minisgl.kvcache.arena import Blocks
-from minisgl.layout import Flag
-from minisgl.params import Limits
 from minisgl.scheduler.scheduler import Scheduler
+from minisgl.tools.bench.workloads import WORKLOADS, OfflineArgs, make_workloads
 
 # Seconds on an H200: a step of one row, a token of a long prompt, a token of K/V.
 COSTS = {

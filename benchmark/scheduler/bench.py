@@ -17,10 +17,10 @@ from typing import Any
 
 import numpy as np
 
-from minisgl.core import BatchPlan, StepResult
+from minisgl.core.message import UserMsg, ids_to_bytes
+from minisgl.core.params import Limits, SamplingParams
+from minisgl.core.plan import BatchPlan, StepResult
 from minisgl.kvcache.arena import Blocks
-from minisgl.message import UserMsg, ids_to_bytes
-from minisgl.params import Limits, SamplingParams
 from minisgl.scheduler.io import OfflineIO
 from minisgl.scheduler.scheduler import Scheduler
 from minisgl.settings.options import EngineConfig, SchedulerConfig

@@ -19,11 +19,11 @@ from typing import NamedTuple
 import numpy as np
 from bench import InstantEngine
 
+from minisgl.core.layout import STATE, WINDOW
+from minisgl.core.message import UserMsg, ids_to_bytes
+from minisgl.core.params import Limits, SamplingParams
 from minisgl.kvcache.arena import Blocks, divide
 from minisgl.kvcache.snapshots import Bounded, ids_per_row
-from minisgl.layout import STATE, WINDOW
-from minisgl.message import UserMsg, ids_to_bytes
-from minisgl.params import Limits, SamplingParams
 from minisgl.scheduler.io import OfflineIO
 from minisgl.scheduler.scheduler import Scheduler
 from minisgl.settings.options import SchedulerConfig

@@ -27,11 +27,11 @@ os.environ["MINISGL_CHECK"] = "0"
 
 import numpy as np
 
-from minisgl.core import BatchPlan, StepCosts, StepResult
+from minisgl.core.layout import Flag
+from minisgl.core.message import BackendMsg, DetokenizeMsg, UserMsg, ids_to_bytes
+from minisgl.core.params import Limits, SamplingParams
+from minisgl.core.plan import BatchPlan, StepCosts, StepResult
 from minisgl.kvcache.arena import Blocks
-from minisgl.layout import Flag
-from minisgl.message import BackendMsg, DetokenizeMsg, UserMsg, ids_to_bytes
-from minisgl.params import Limits, SamplingParams
 from minisgl.scheduler.io import OfflineIO
 from minisgl.scheduler.scheduler import Scheduler
 from minisgl.scheduler.stats import HEARTBEAT_S

@@ -10,10 +10,10 @@ import sys
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
+    from minisgl.core.params import Grammar, SamplingParams
     from minisgl.llm.async_llm import AsyncLLM
     from minisgl.llm.completions import Completion, Piece
     from minisgl.llm.llm import LLM
-    from minisgl.params import Grammar, SamplingParams
 
 __version__ = "0.1.0"
 __all__ = ["LLM", "AsyncLLM", "Completion", "Grammar", "Piece", "SamplingParams", "__version__"]
@@ -30,7 +30,7 @@ def __getattr__(name: str) -> Any:
 
         return getattr(async_llm, name)
     if name in ("Grammar", "SamplingParams"):
-        from minisgl import params
+        from minisgl.core import params
 
         return getattr(params, name)
     raise AttributeError(f"module 'minisgl' has no attribute {name!r}")

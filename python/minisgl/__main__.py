@@ -29,8 +29,7 @@ from pathlib import Path
 from typing import Any
 
 import minisgl
-from minisgl.bench.command import add_bench, run_bench
-from minisgl.errors import ConfigError, MinisglError
+from minisgl.core.errors import ConfigError, MinisglError
 from minisgl.process.log import tell
 from minisgl.settings.foreign import foreign
 from minisgl.settings.options import SchedulerConfig, build_config
@@ -44,6 +43,7 @@ from minisgl.settings.sources import (
     given_options,
     server_options,
 )
+from minisgl.tools.bench.command import add_bench, run_bench
 
 
 def _parser() -> Parser:
@@ -99,15 +99,15 @@ def _serve(options: argparse.Namespace) -> int:
 
     args = args_from_options(given_options(options))
     if options.shell:
-        from minisgl.chat.shell import chat_with_own_server
+        from minisgl.tools.chat.shell import chat_with_own_server
 
         return chat_with_own_server(args, {}, None)
     return launch_server(args)
 
 
 def _chat(options: argparse.Namespace) -> int:
-    from minisgl.chat.client import running_server
-    from minisgl.chat.shell import chat_with_own_server, chat_with_url
+    from minisgl.tools.chat.client import running_server
+    from minisgl.tools.chat.shell import chat_with_own_server, chat_with_url
 
     chosen = {"temperature": options.temperature, "max_tokens": options.max_tokens}
     sampling = {name: value for name, value in chosen.items() if value is not None}
@@ -165,11 +165,11 @@ def _verify(options: argparse.Namespace) -> int:
       minisgl verify ~/models/Qwen3-32B --tp 4              also compare four ranks with one
       minisgl verify ~/models/Qwen3-8B --quantization fp8   compare fewer bits with the same engine in bf16
     """
-    from minisgl.bench.report import check_writable, write_json
+    from minisgl.tools.bench.report import check_writable, write_json
 
     check_writable(options.json, "--json")
     given = _engine_options(options)
-    from minisgl.verify.command import verify, verify_table
+    from minisgl.tools.verify.command import verify, verify_table
 
     results = verify(given, options.length)
     print(verify_table(results))
@@ -198,7 +198,7 @@ def _replay(options: argparse.Namespace) -> int:
     """Run the scheduler of a record again, without model or GPU, and exit with 1 if it makes another plan than the
     recorded one. With --port the page's Engine view shows each step.
     """
-    from minisgl.replay import check, serve
+    from minisgl.tools.replay import check, serve
 
     steps = check(options.file)
     print(f"{steps:,} steps, and the same plans")

@@ -31,10 +31,8 @@ from starlette.applications import Starlette
 
 from minisgl.api.app import create_app
 from minisgl.api.dispatch import Dispatcher
-from minisgl.errors import ConfigError
-from minisgl.launch.children import replica_children, run_scheduler, tokenizer_children
-from minisgl.launch.launch import check_model, served_model
-from minisgl.message import (
+from minisgl.core.errors import ConfigError
+from minisgl.core.message import (
     AbortMsg,
     BackendMsg,
     DetokenizeMsg,
@@ -44,6 +42,8 @@ from minisgl.message import (
     TokenizerMsg,
     UserMsg,
 )
+from minisgl.launch.children import replica_children, run_scheduler, tokenizer_children
+from minisgl.launch.launch import check_model, served_model
 from minisgl.process.log import configure_logging
 from minisgl.process.processes import Facts, Processes, run_dir
 from minisgl.process.queues import Codec, ZmqAsyncPullQueue, ZmqPushQueue

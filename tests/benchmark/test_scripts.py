@@ -10,9 +10,9 @@ from typing import Any
 import pytest
 from safetensors.torch import load_file
 
-from minisgl.bench.shapes import SHAPES
 from minisgl.checkpoint.hf import weight_files
 from minisgl.distributed.info import DistributedInfo
+from minisgl.tools.bench.shapes import SHAPES
 
 SCRIPTS = Path(__file__).parents[2] / "benchmark"
 TINY_RUN = ("--num-prompts=3", "--input-len=24", "--output-len=20", "--num-pages=200", "--threads=1")

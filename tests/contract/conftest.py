@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from minisgl.errors import NativeError
+from minisgl.core.errors import NativeError
 from minisgl.native import library as native
 from minisgl.native.build import build_libraries
 

@@ -9,7 +9,8 @@ import torch
 from minisgl.attention.backend import AttentionSpec
 from minisgl.attention.selection import resolve_attention
 from minisgl.checkpoint import hf
-from minisgl.core import Batch
+from minisgl.core.layout import FULL
+from minisgl.core.plan import Batch
 from minisgl.device.device import CpuDevice
 from minisgl.distributed.communicator import Communicator, SoloCommunicator
 from minisgl.distributed.info import ALONE
@@ -18,12 +19,11 @@ from minisgl.engine import batch as engine_batch
 from minisgl.engine.runner import EagerRunner, Parts
 from minisgl.engine.state import LogitPenalties, RowState
 from minisgl.kvcache.store import StateStore
-from minisgl.layout import FULL
 from minisgl.models.llama import LlamaForCausalLM
 from minisgl.models.model_config import ModelConfig
 from minisgl.models.weight import load_model
 from minisgl.ops.table import load_ops
-from minisgl.verify.steps import Span, Stepper, span_plan
+from minisgl.tools.verify.steps import Span, Stepper, span_plan
 
 __all__ = ["CPU", "DEVICE", "MiniEngine", "Span", "make_batch"]
 

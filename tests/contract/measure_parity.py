@@ -18,7 +18,7 @@ import transformers
 from contract.checkpoints import COMMON, SCALED_ROPES, configurations, save
 from contract.harness import CPU, MiniEngine, Span
 from minisgl.distributed.communicator import Communicator
-from minisgl.verify.checks import reference, relative_errors
+from minisgl.tools.verify.checks import reference, relative_errors
 from support.ranks import run_ranks
 
 LENGTH, CHUNK = 250, 100

@@ -9,11 +9,11 @@ import numpy as np
 import torch
 
 from contract.harness import Span
-from minisgl.core import BatchPlan
+from minisgl.core.layout import FULL, NO_MASKS, NO_ROW_STATES, PAGE_WRITE, SLOT, Flag
+from minisgl.core.plan import BatchPlan
 from minisgl.distributed.group import Group
 from minisgl.distributed.info import ALONE
 from minisgl.engine.engine import Engine
-from minisgl.layout import FULL, NO_MASKS, NO_ROW_STATES, PAGE_WRITE, SLOT, Flag
 from minisgl.native.runner import NativeRunner
 from minisgl.settings.options import EngineConfig
 

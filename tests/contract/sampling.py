@@ -9,9 +9,9 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from minisgl.core import StepResult
+from minisgl.core.layout import Flag
+from minisgl.core.plan import StepResult
 from minisgl.distributed.tensor_parallel import winners
-from minisgl.layout import Flag
 from minisgl.ops import sampling
 from minisgl.ops.sampling import TOP, SamplingState, noise_bits
 from minisgl.ops.table import OpTable, load_ops

@@ -10,9 +10,9 @@ from torch.testing import assert_close
 from contract.harness import Span, make_batch
 from minisgl.attention.backend import AttentionSpec
 from minisgl.attention.selection import ATTENTION, resolve_attention
+from minisgl.core.specs import GroupedQuery
 from minisgl.ops import reference
 from minisgl.ops.table import resolve_ops
-from minisgl.specs import GroupedQuery
 
 SPEC = AttentionSpec("cpu", torch.float32, GroupedQuery(heads=4, kv_heads=2, head_dim=64, scale=0.125), page_size=16)
 NAMES = [name for name in ATTENTION.names if ATTENTION.refusal(name, SPEC) is None]

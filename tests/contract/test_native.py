@@ -19,12 +19,12 @@ from contract.checkpoints import COMMON, Checkpoint, architecture, configuration
 from contract.harness import Span
 from contract.native_engine import PAGES, ROWS, NativeEngine
 from minisgl import LLM, SamplingParams
+from minisgl.core.layout import ROW_STATE, Flag
 from minisgl.distributed.group import Group
 from minisgl.distributed.info import ALONE
 from minisgl.engine.config import resolve
 from minisgl.engine.engine import Engine
 from minisgl.engine.runner import EagerRunner
-from minisgl.layout import ROW_STATE, Flag
 from minisgl.models.families import FAMILIES
 from minisgl.models.positions import SLIDING
 from minisgl.native import build

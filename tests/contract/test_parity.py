@@ -14,7 +14,7 @@ from contract.checkpoints import COMMON, SCALED_ROPES, Checkpoint, architecture,
 from contract.harness import CPU, MiniEngine, Span
 from minisgl.distributed.communicator import Communicator
 from minisgl.models.families import MODELS
-from minisgl.verify.checks import HALF_FACTOR, reference, relative_errors
+from minisgl.tools.verify.checks import HALF_FACTOR, reference, relative_errors
 from support.ranks import run_ranks
 
 RNG = random.Random(0)

@@ -21,11 +21,8 @@ from pathlib import Path
 
 from minisgl.__main__ import COMMANDS, main
 from minisgl.checkpoint import hf
-from minisgl.core import FinishReason
-from minisgl.errors import ConfigError
-from minisgl.launch import launch
-from minisgl.launch.launch import bind_socket, launch_server
-from minisgl.message import (
+from minisgl.core.errors import ConfigError
+from minisgl.core.message import (
     AbortMsg,
     BackendMsg,
     DetokenizeMsg,
@@ -40,6 +37,9 @@ from minisgl.message import (
     ids_from_bytes,
     ids_to_bytes,
 )
+from minisgl.core.plan import FinishReason
+from minisgl.launch import launch
+from minisgl.launch.launch import bind_socket, launch_server
 from minisgl.process.processes import Ready
 from minisgl.process.queues import Codec, ZmqPullQueue, ZmqPushQueue
 from minisgl.settings.options import ServerArgs

@@ -11,8 +11,8 @@ import pytest
 
 from e2e.harness import ServerProcess
 from minisgl.__main__ import main
-from minisgl.bench.offline import offline_table
-from minisgl.bench.workloads import WORKLOADS
+from minisgl.tools.bench.offline import offline_table
+from minisgl.tools.bench.workloads import WORKLOADS
 
 TINY = ("--num-prompts=3", "--input-len=24", "--output-len=20", "--num-pages=200", "--threads=1")
 

@@ -16,7 +16,7 @@ from minisgl.api.app import served_routes
 from minisgl.api.protocol import AnthropicErrorResponse, ErrorResponse
 from minisgl.api.requests import SamplingDefaults, ServedModel
 from minisgl.api.routes import SAMPLE_URL
-from minisgl.params import Limits
+from minisgl.core.params import Limits
 from minisgl.settings.options import ServerArgs
 
 MODEL = ServedModel("m", Limits(max_model_len=100, vocab_size=50), SamplingDefaults())

@@ -382,7 +382,7 @@ def test_conversations_are_kept_in_the_browser(page: Browser, server: ServerProc
     assert page.evaluate("$('kept').children.length + turns.length") == 3
     page.evaluate("$('clear').click()")
     assert page.evaluate("Object.keys(localStorage).length") == 0
-    page.evaluate("localStorage['minisgl.chat.odd'] = '{'; listChats()")  # of another version, or damaged
+    page.evaluate("localStorage['minisgl.tools.chat.odd'] = '{'; listChats()")  # of another version, or damaged
     assert page.evaluate("$('kept').textContent") == "empty×"
 
 

@@ -19,7 +19,7 @@ import httpx
 import pytest
 
 from e2e.harness import PATIENCE_S
-from minisgl.errors import ConfigError
+from minisgl.core.errors import ConfigError
 
 ray = pytest.importorskip("ray")
 

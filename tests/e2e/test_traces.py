@@ -12,7 +12,7 @@ import pytest
 
 from e2e.harness import ServerProcess, eventually
 from minisgl.api import tracing
-from minisgl.errors import ConfigError
+from minisgl.core.errors import ConfigError
 from minisgl.settings.options import ServerArgs
 
 TRACE, PARENT = "0af7651916cd43dd8448eb211c80319c", "b7ad6b7169203331"

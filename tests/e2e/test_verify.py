@@ -13,7 +13,7 @@ from safetensors.torch import load_file, save_file
 
 from minisgl.__main__ import main
 from minisgl.checkpoint.hf import BUILTIN_MODEL
-from minisgl.verify import command
+from minisgl.tools.verify import command
 
 FEW_PAGES = ("--num-pages=200", "--threads=1", "--length=96")
 

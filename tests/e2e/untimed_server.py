@@ -6,8 +6,8 @@ import sys
 from dataclasses import replace
 from typing import Any
 
-from minisgl.core import StepCosts
-from minisgl.errors import ConfigError, MinisglError
+from minisgl.core.errors import ConfigError, MinisglError
+from minisgl.core.plan import StepCosts
 from minisgl.launch.children import run_scheduler
 from minisgl.launch.launch import launch_server
 from minisgl.process.processes import Ready

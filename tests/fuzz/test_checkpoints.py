@@ -14,8 +14,8 @@ from hypothesis import strategies as st
 
 from minisgl.api.requests import SamplingDefaults
 from minisgl.checkpoint import hf
+from minisgl.core.errors import ConfigError
 from minisgl.engine.fit import check_fit
-from minisgl.errors import ConfigError
 from minisgl.settings.options import EngineConfig
 from minisgl.tokenizer.end_tokens import EndTokens
 from minisgl.tokenizer.template import ChatTemplate

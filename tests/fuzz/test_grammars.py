@@ -13,9 +13,9 @@ from hypothesis import example, given
 from hypothesis import strategies as st
 
 from minisgl.checkpoint.hf import BUILTIN_MODEL
-from minisgl.errors import RequestError
+from minisgl.core.errors import RequestError
+from minisgl.core.params import Grammar
 from minisgl.grammar.trial import TriedCompiler
-from minisgl.params import Grammar
 from minisgl.tokenizer.tokenize import load_tokenizer
 from support.fuzz import ODD_NUMBERS, TEXTS, VALUES, fuzz
 

@@ -9,8 +9,7 @@ import numpy as np
 from hypothesis import example, given
 from hypothesis import strategies as st
 
-from minisgl.core import FinishReason
-from minisgl.message import (
+from minisgl.core.message import (
     AbortMsg,
     BackendMsg,
     DetokenizeMsg,
@@ -24,7 +23,8 @@ from minisgl.message import (
     UserReply,
     ids_to_bytes,
 )
-from minisgl.params import SamplingParams
+from minisgl.core.params import SamplingParams
+from minisgl.core.plan import FinishReason
 from minisgl.process.queues import Codec
 from minisgl.tokenizer.server import Worker
 from simulation.server import tokenizer

@@ -16,8 +16,8 @@ from minisgl.api.parsers.output import OutputForms
 from minisgl.api.protocol import ChatCompletionRequest, CompletionRequest, GenerateRequest, GenerateSampling
 from minisgl.api.requests import SamplingDefaults, chat_message, completion_messages
 from minisgl.checkpoint import hf
-from minisgl.errors import RequestError
-from minisgl.message import TokenizeMsg, TokenizerMsg, UserMsg, ids_to_bytes
+from minisgl.core.errors import RequestError
+from minisgl.core.message import TokenizeMsg, TokenizerMsg, UserMsg, ids_to_bytes
 from minisgl.process.queues import Codec
 from minisgl.scheduler.req import Admission
 from minisgl.settings.options import SchedulerConfig

@@ -7,7 +7,7 @@ import torch
 import triton
 import triton.language as tl
 
-from minisgl.triton.launch import compile_ahead
+from minisgl.kernels.triton.launch import compile_ahead
 
 pytestmark = pytest.mark.gpu
 

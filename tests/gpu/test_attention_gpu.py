@@ -13,12 +13,12 @@ import torch
 from contract.test_attention import MIXES
 from minisgl.attention.triton import TritonAttention
 from minisgl.engine.graphs.capture import Capture
+from minisgl.kernels.triton.linear import gemv
+from minisgl.kernels.triton.norm import norm_rope_store
 from minisgl.ops import reference
 from minisgl.ops.deferred import finished
 from minisgl.ops.quantized import Format
 from minisgl.ops.table import OpTable, load_ops
-from minisgl.triton.linear import gemv
-from minisgl.triton.norm import norm_rope_store
 from unit.attention.triton_cases import (
     Case,
     assert_near,

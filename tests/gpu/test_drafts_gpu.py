@@ -11,8 +11,8 @@ import pytest
 from gpu.test_engine_gpu import engine
 from minisgl import LLM, Grammar, SamplingParams
 from minisgl.checkpoint.hf import BUILTIN_MODEL
-from minisgl.core import BatchPlan
-from minisgl.layout import Flag
+from minisgl.core.layout import Flag
+from minisgl.core.plan import BatchPlan
 
 COPY = "Repeat exactly: The lighthouse keeper wrote down the weather every evening. The weather was fine."
 SCHEMA = '{"type": "object", "properties": {"name": {"type": "string", "maxLength": 9}, "age": {"type": "integer"}}}'

@@ -18,13 +18,13 @@ from transformers import Gemma3TextConfig, PretrainedConfig, Qwen3MoeConfig
 from contract.checkpoints import save
 from minisgl import LLM, Grammar, SamplingParams
 from minisgl.checkpoint.hf import BUILTIN_MODEL, load_config
-from minisgl.core import BatchPlan
+from minisgl.core.layout import FULL, Flag
+from minisgl.core.plan import BatchPlan
 from minisgl.device.device import create_device
 from minisgl.engine.config import resolve
 from minisgl.engine.engine import Engine
 from minisgl.engine.graphs.capture import TAILS, tail_of
 from minisgl.engine.trial import trial_plan
-from minisgl.layout import FULL, Flag
 from minisgl.settings.options import EngineConfig
 
 FILLER = "The grass is green. The sky is blue. The sun is yellow. Here we go. There and back again. "
@@ -306,7 +306,7 @@ def test_every_tail_is_captured_and_matches_cpu(
 def test_no_sampling_kernel_is_compiled_after_start(monkeypatch: pytest.MonkeyPatch):
     from triton import JITFunction, knobs
 
-    from minisgl.triton import logprobs, penalties, sample, step, top_k_top_p
+    from minisgl.kernels.triton import logprobs, penalties, sample, step, top_k_top_p
 
     modules, later = (penalties, top_k_top_p, logprobs, sample, step), set()
     for module in modules:  # as in a new process

@@ -11,8 +11,8 @@ from minisgl.ops.table import load_ops
 
 pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")]
 if torch.cuda.is_available():
-    from minisgl.triton import moe as kernels
-    from minisgl.triton.moe import FP8_CONFIGS, INT4_CONFIGS, MoeConfig
+    from minisgl.kernels.triton import moe as kernels
+    from minisgl.kernels.triton.moe import FP8_CONFIGS, INT4_CONFIGS, MoeConfig
 
     OPS = load_ops("triton")
 

@@ -10,9 +10,9 @@ from minisgl.ops.table import load_ops
 
 pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")]
 if torch.cuda.is_available():
-    from minisgl.triton import moe as kernels
-    from minisgl.triton.moe import CONFIGS, MoeConfig
-    from minisgl.triton.moe_routing import route, route_and_list
+    from minisgl.kernels.triton import moe as kernels
+    from minisgl.kernels.triton.moe import CONFIGS, MoeConfig
+    from minisgl.kernels.triton.moe_routing import route, route_and_list
 
     OPS = load_ops("triton")
 

@@ -25,9 +25,9 @@ if torch.cuda.is_available():
         mixed_state,
         noise64,
     )
-    from minisgl.triton import sample, top_k_top_p
-    from minisgl.triton.epilogue import gate_and_mul
-    from minisgl.triton.launch import counters
+    from minisgl.kernels.triton import sample, top_k_top_p
+    from minisgl.kernels.triton.epilogue import gate_and_mul
+    from minisgl.kernels.triton.launch import counters
 
     OPS = load_ops("triton")
 

@@ -12,11 +12,11 @@ from contract.harness import make_batch
 from contract.test_attention import MIXES, setting
 from minisgl.attention.backend import Attention, AttentionSpec, StepAttention
 from minisgl.attention.selection import ATTENTION, resolve_attention
-from minisgl.core import Batch
+from minisgl.core.plan import Batch
+from minisgl.core.specs import GroupedQuery
 from minisgl.ops import reference
 from minisgl.ops.reference import HeadTransform
 from minisgl.ops.table import OpTable
-from minisgl.specs import GroupedQuery
 from unit.attention.triton_cases import EPS, assert_near, on, poison
 
 # The packages of these backends raise warnings of their own.

@@ -79,8 +79,8 @@ def test_products(kind: Format) -> None:
 )
 def test_activated_rows_in_one_part(rows: int, n: int, gate: str) -> None:
     """Scales, bias, activation and rounding in one kernel; a row that is not finite stays so."""
-    from minisgl.triton.epilogue import Products, finish
-    from minisgl.triton.quantized import split_whole_rows
+    from minisgl.kernels.triton.epilogue import Products, finish
+    from minisgl.kernels.triton.quantized import split_whole_rows
 
     torch.manual_seed(0)
     scales = torch.rand(1, rows + 16, device="cuda") / 10, torch.rand(2 * n, 1, device="cuda") / 10
@@ -114,8 +114,8 @@ def test_many_rows_by_clusters(
     kind: Format, rows: int, n_rows: int, n_in: int, gate: str, dtype: torch.dtype
 ) -> None:  # fmt: skip
     """Tiles beyond the ends of all dimensions; sums of positive numbers, which show what accumulators lose."""
-    from minisgl.hopper.gemm import cuda_gemm
-    from minisgl.triton.quantized import split_rows
+    from minisgl.kernels.hopper.gemm import cuda_gemm
+    from minisgl.kernels.triton.quantized import split_rows
 
     if torch.cuda.get_device_capability() != (9, 0):
         pytest.skip("for Hopper")

@@ -12,8 +12,8 @@ import pytest
 import torch
 
 from minisgl import LLM, SamplingParams
-from minisgl.errors import RankError
-from minisgl.params import Grammar
+from minisgl.core.errors import RankError
+from minisgl.core.params import Grammar
 
 pytestmark = pytest.mark.skipif(torch.cuda.device_count() < 2, reason="needs two GPUs")
 OPTIONS: dict[str, Any] = {"device": "cuda", "dtype": "float32", "num_pages": 200}

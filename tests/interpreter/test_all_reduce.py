@@ -13,8 +13,8 @@ from torch import Tensor
 from triton.runtime import interpreter
 from triton.runtime.errors import InterpreterError
 
+from minisgl.kernels.triton import all_reduce as peer
 from minisgl.ops import reference
-from minisgl.triton import all_reduce as peer
 from support.processes import PATIENCE_S
 
 HIDDEN, PART_ROWS, MAX_ROWS, EPS = 48, 4, 7, 1e-5

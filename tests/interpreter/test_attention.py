@@ -10,8 +10,8 @@ import torch
 
 from contract.test_attention import MIXES
 from minisgl.attention import triton as triton_attention
-from minisgl.hopper import attention as cuda_attention
-from minisgl.hopper import kernels
+from minisgl.kernels.hopper import attention as cuda_attention
+from minisgl.kernels.hopper import kernels
 from support.cuda_on_cpu import compiler, emulate
 from unit.attention.triton_cases import (
     Case,

@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 import torch
 
-from minisgl.triton.attention_decode import BEGINS, GAP, PART, PLAN_ROWS, plan_decode
+from minisgl.kernels.triton.attention_decode import BEGINS, GAP, PART, PLAN_ROWS, plan_decode
 
 HEADS, FIRST_ROW = 2, 100
 TILE = 32

@@ -8,7 +8,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from minisgl.triton import cublas
+from minisgl.kernels.triton import cublas
 
 
 def test_kernels_for_fewer_rows_are_loaded_once(monkeypatch: pytest.MonkeyPatch):

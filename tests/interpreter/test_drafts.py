@@ -5,8 +5,8 @@ from __future__ import annotations
 import pytest
 import torch
 
+from minisgl.kernels.triton import drafts
 from minisgl.ops import reference
-from minisgl.triton import drafts
 
 
 @pytest.mark.parametrize(("symbols", "window"), [(2, 64), (4, 5000), (9, 300), (40, 5000)])

@@ -17,7 +17,21 @@ import numpy as np
 import pytest
 import torch
 
-from minisgl.core import Batch, BatchPlan, StepResult
+from minisgl.core.layout import (
+    FULL,
+    NO_INTS,
+    NO_MASKS,
+    NO_SLOTS,
+    PAGE_WRITE,
+    PROPOSAL,
+    PROPOSED,
+    ROW_STATE,
+    SLOT,
+    WINDOW,
+    Flag,
+)
+from minisgl.core.params import Grammar, SamplingParams
+from minisgl.core.plan import Batch, BatchPlan, StepResult
 from minisgl.device.device import CpuDevice
 from minisgl.distributed.communicator import SoloCommunicator
 from minisgl.distributed.info import ALONE
@@ -32,21 +46,7 @@ from minisgl.engine.runner import EagerRunner, Parts
 from minisgl.engine.state import LogitPenalties, RowState
 from minisgl.engine.trial import trial_plan
 from minisgl.layers.linear import Stream
-from minisgl.layout import (
-    FULL,
-    NO_INTS,
-    NO_MASKS,
-    NO_SLOTS,
-    PAGE_WRITE,
-    PROPOSAL,
-    PROPOSED,
-    ROW_STATE,
-    SLOT,
-    WINDOW,
-    Flag,
-)
 from minisgl.ops.table import load_ops
-from minisgl.params import Grammar, SamplingParams
 from minisgl.scheduler.plan import decode_flags, penalty_record, row_fields, sampling_flags
 from minisgl.scheduler.req import Req
 from minisgl.settings.options import MAX_DRAFTS

@@ -10,13 +10,13 @@ from itertools import product
 import pytest
 import torch
 
-from minisgl.hopper import kernels as hopper_kernels
+from minisgl.kernels.hopper import kernels as hopper_kernels
+from minisgl.kernels.triton import kernels
+from minisgl.kernels.triton.kernels import PRODUCTS, choose, explain
+from minisgl.kernels.triton.product import Mixture, Product
 from minisgl.ops import reference
 from minisgl.ops.deferred import finished
 from minisgl.ops.quantized import E8M0, Format
-from minisgl.triton import kernels
-from minisgl.triton.kernels import PRODUCTS, choose, explain
-from minisgl.triton.product import Mixture, Product
 
 BF16 = torch.bfloat16
 FP8, INT8, INT4 = Format(8, 0), Format(8, 0, is_integer=True), Format(4, 128, scale_dtype=BF16)
@@ -95,9 +95,9 @@ def test_every_mixture_has_a_kernel(kind: Format | None, top_k: int, experts: in
 def test_nothing_needs_the_room_of_hopper() -> None:
     """As if it were not installed: its folder is not found, and nothing has imported it."""
     code = (
-        "import sys; sys.modules['minisgl.hopper'] = None\n"
-        "import minisgl.triton.ops, minisgl.attention.triton, minisgl.engine.graphs.runners\n"
-        "from minisgl.triton.launch import hopper; assert hopper() is None\n"
-        "assert not [name for name in sys.modules if name.startswith('minisgl.hopper.')]"
+        "import sys; sys.modules['minisgl.kernels.hopper'] = None\n"
+        "import minisgl.kernels.triton.ops, minisgl.attention.triton, minisgl.engine.graphs.runners\n"
+        "from minisgl.kernels.triton.launch import hopper; assert hopper() is None\n"
+        "assert not [name for name in sys.modules if name.startswith('minisgl.kernels.hopper.')]"
     )
     subprocess.run([sys.executable, "-c", code], check=True)

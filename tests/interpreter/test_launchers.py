@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 from triton.runtime import build
 
-from minisgl.triton.launch import separate_launchers
+from minisgl.kernels.triton.launch import separate_launchers
 
 SOURCE = """
 #include <Python.h>

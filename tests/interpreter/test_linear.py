@@ -7,11 +7,11 @@ import torch
 import triton
 from torch.testing import assert_close
 
+from minisgl.kernels.triton import kernels, ops
+from minisgl.kernels.triton.gemm import GemmConfig, gemm
+from minisgl.kernels.triton.launch import COUNTERS, counters
+from minisgl.kernels.triton.linear import MAX_GEMM_ROWS, GemvConfig, gemm_config, gemv
 from minisgl.ops import reference
-from minisgl.triton import kernels, ops
-from minisgl.triton.gemm import GemmConfig, gemm
-from minisgl.triton.launch import COUNTERS, counters
-from minisgl.triton.linear import MAX_GEMM_ROWS, GemvConfig, gemm_config, gemv
 
 
 def inputs(rows: int, n_out: int, n_in: int, dtype: torch.dtype) -> tuple[torch.Tensor, ...]:

@@ -6,10 +6,8 @@ import pytest
 import torch
 from torch.testing import assert_close
 
-from minisgl.ops import reference
-from minisgl.ops.quantized import E8M0, MXFP4, Format, Quantized
-from minisgl.triton.kernels import mix
-from minisgl.triton.moe import (
+from minisgl.kernels.triton.kernels import mix
+from minisgl.kernels.triton.moe import (
     CONFIGS,
     FLOAT32,
     FP8_CONFIGS,
@@ -23,7 +21,9 @@ from minisgl.triton.moe import (
     pair_down,
     pair_gate_up,
 )
-from minisgl.triton.moe_routing import Lists, route, route_and_list
+from minisgl.kernels.triton.moe_routing import Lists, route, route_and_list
+from minisgl.ops import reference
+from minisgl.ops.quantized import E8M0, MXFP4, Format, Quantized
 
 HALF = torch.float16  # the interpreter computes bfloat16 GEMMs wrong
 

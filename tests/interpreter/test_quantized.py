@@ -10,18 +10,18 @@ import torch
 from torch.testing import assert_close
 
 from minisgl.distributed.communicator import Communicator
+from minisgl.kernels.triton import epilogue, ops
+from minisgl.kernels.triton.epilogue import Products, finish
+from minisgl.kernels.triton.gemm import GemmConfig, gemm
+from minisgl.kernels.triton.launch import counters
+from minisgl.kernels.triton.quantized import split_rows, split_whole_rows, widen
+from minisgl.kernels.triton.quantized_gemv import StreamConfig, quantized_gemv
 from minisgl.layers.builder import Builder
 from minisgl.layers.linear import Linear, RMSNorm, Stream
 from minisgl.ops import quantized, reference
 from minisgl.ops.deferred import Deferred, Result, finished
 from minisgl.ops.quantized import Format, Quantized
 from minisgl.ops.table import OpTable
-from minisgl.triton import epilogue, ops
-from minisgl.triton.epilogue import Products, finish
-from minisgl.triton.gemm import GemmConfig, gemm
-from minisgl.triton.launch import counters
-from minisgl.triton.quantized import split_rows, split_whole_rows, widen
-from minisgl.triton.quantized_gemv import StreamConfig, quantized_gemv
 from support.ranks import run_ranks
 
 ORDER = torch.randperm(384, generator=torch.Generator().manual_seed(0)).int().numpy().tobytes()
@@ -263,7 +263,7 @@ def test_a_row_that_is_not_finite_stays_so(kind: Format, rows: int):
 
 @pytest.mark.parametrize("kind", FORMATS, ids=str)
 def test_one_row_in_blocks_of_columns_by_fewer_programs_than_tiles(kind: Format, monkeypatch: pytest.MonkeyPatch):
-    monkeypatch.setattr("minisgl.triton.quantized_gemv.NUM_SMS", 3)
+    monkeypatch.setattr("minisgl.kernels.triton.quantized_gemv.NUM_SMS", 3)
     weight, x = matrix(kind, 22, 384), torch.randn(1, 384).half()
     got, _ = quantized_gemv(x, weight, None, config=StreamConfig(4, 128, 1, 2, 4))
     assert error(got, reference.linear(x, weight.dense(x.dtype))) < 0.015

@@ -17,10 +17,10 @@ from contract.sampling import (
     make_state,
     mixed_state,
 )
+from minisgl.kernels.triton import sample, top_k_top_p
+from minisgl.kernels.triton.launch import counters
 from minisgl.ops.sampling import gumbel_noise, noise_bits
 from minisgl.ops.table import load_ops
-from minisgl.triton import sample, top_k_top_p
-from minisgl.triton.launch import counters
 
 OPS = load_ops("triton")
 pytestmark = pytest.mark.filterwarnings("ignore::RuntimeWarning")  # numpy warns of NaN, a GPU does not

@@ -6,9 +6,9 @@ import numpy as np
 import pytest
 import torch
 
-from minisgl.layout import FULL, NEWEST, NOT_DRAFTED, ROW, WINDOW, words
-from minisgl.triton import step
-from minisgl.triton.step import DRAFT_INDEX, END, HEAD, ID, PLACED, POSITION, RING
+from minisgl.core.layout import FULL, NEWEST, NOT_DRAFTED, ROW, WINDOW, words
+from minisgl.kernels.triton import step
+from minisgl.kernels.triton.step import DRAFT_INDEX, END, HEAD, ID, PLACED, POSITION, RING
 
 PAGE, ROWS, WIDTH, DRAFTS = 4, 7, 5, 4
 

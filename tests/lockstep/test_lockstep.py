@@ -15,10 +15,10 @@ from safetensors.torch import save_file
 
 from minisgl import LLM, SamplingParams
 from minisgl.checkpoint.hf import BUILTIN_MODEL
-from minisgl.core import FinishReason
-from minisgl.errors import InvariantError, RankError
-from minisgl.message import AbortMsg, UserMsg, ids_from_bytes, ids_to_bytes
-from minisgl.params import Grammar
+from minisgl.core.errors import InvariantError, RankError
+from minisgl.core.message import AbortMsg, UserMsg, ids_from_bytes, ids_to_bytes
+from minisgl.core.params import Grammar
+from minisgl.core.plan import FinishReason
 
 ABORTED = frozenset({2, 5})
 OPTIONS = {"threads": 1, "num_pages": 120, "page_size": 4, "max_prefill_length": 40, "max_running_requests": 6}

@@ -24,10 +24,8 @@ from starlette.types import Message
 from minisgl.api.frontend import Submission, Timeline
 from minisgl.api.http import DROP, HEADERS, RAW_SEND
 from minisgl.api.responses import failure_event, response_to
-from minisgl.core import FinishReason
-from minisgl.errors import InvariantError, RequestError
-from minisgl.kvcache.tiers import TierSpec
-from minisgl.message import (
+from minisgl.core.errors import InvariantError, RequestError
+from minisgl.core.message import (
     AbortMsg,
     DetokenizeMsg,
     EncodeMsg,
@@ -36,7 +34,9 @@ from minisgl.message import (
     UserReply,
     ids_from_bytes,
 )
-from minisgl.params import Grammar, SamplingParams
+from minisgl.core.params import Grammar, SamplingParams
+from minisgl.core.plan import FinishReason
+from minisgl.kvcache.tiers import TierSpec
 from minisgl.scheduler.check import check_idle
 from minisgl.settings.options import EngineConfig
 from simulation.server import (

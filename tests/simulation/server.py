@@ -25,9 +25,9 @@ from minisgl.api import dispatch as dispatch_module
 from minisgl.api import frontend as frontend_module
 from minisgl.api.frontend import FrontendManager
 from minisgl.api.metrics import Metrics
+from minisgl.core.message import BackendMsg, FrontendMsg, TokenizerMsg
+from minisgl.core.params import Limits
 from minisgl.launch.supervisor import Supervisor
-from minisgl.message import BackendMsg, FrontendMsg, TokenizerMsg
-from minisgl.params import Limits
 from minisgl.process.processes import Child
 from minisgl.process.queues import Codec
 from minisgl.scheduler import io as io_module

@@ -16,9 +16,9 @@ import msgspec
 import pytest
 
 from minisgl.api.frontend import FrontendManager
-from minisgl.errors import InvariantError
-from minisgl.message import AbortMsg
-from minisgl.routing.router import Router
+from minisgl.api.router import Router
+from minisgl.core.errors import InvariantError
+from minisgl.core.message import AbortMsg
 from minisgl.scheduler.io import Replies
 from minisgl.scheduler.scheduler import Scheduler
 from minisgl.tokenizer.detokenize import DetokenizeManager

@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 import torch
 
-from minisgl.hopper.nvrtc import SOURCES, Map
+from minisgl.kernels.hopper.nvrtc import SOURCES, Map
 from minisgl.native.build import Target, build_library
 
 compiler = shutil.which("c++")

@@ -21,12 +21,12 @@ from functools import partial
 
 import numpy as np
 
-from minisgl.core import BatchPlan, StepCosts, StepResult
+from minisgl.core.layout import FULL, LOAD, STATE, Flag
+from minisgl.core.params import Limits
+from minisgl.core.plan import BatchPlan, StepCosts, StepResult
 from minisgl.kvcache.arena import Blocks
 from minisgl.kvcache.snapshots import Bounded, IdPool
 from minisgl.kvcache.tiers import TierSpec
-from minisgl.layout import FULL, LOAD, STATE, Flag
-from minisgl.params import Limits
 from minisgl.scheduler.cache import CacheManager
 from support.fake_grammar import FakeMatcher
 

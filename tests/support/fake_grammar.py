@@ -9,8 +9,8 @@ from typing import Any
 
 import numpy as np
 
-from minisgl.errors import RequestError
-from minisgl.params import Grammar
+from minisgl.core.errors import RequestError
+from minisgl.core.params import Grammar
 
 EOS = 0
 

@@ -13,12 +13,12 @@ import torch
 from torch import Tensor
 from torch.distributed import FileStore
 
+from minisgl.core.errors import ConfigError
 from minisgl.distributed.communicator import Communicator, NcclCommunicator
 from minisgl.distributed.info import DistributedInfo
 from minisgl.distributed.peer import PeerAllReduce
-from minisgl.errors import ConfigError
+from minisgl.kernels.triton.all_reduce import EMPTY, all_reduce
 from minisgl.ops import reference
-from minisgl.triton.all_reduce import EMPTY, all_reduce
 
 PATIENCE = 1 << 24  # polls, some ten seconds (estimated)
 BF16 = torch.bfloat16

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import torch
 
+from minisgl.core.specs import Paged
 from minisgl.kvcache.store import LayerState, StateStore
-from minisgl.specs import Paged
 
 
 def kv_store(

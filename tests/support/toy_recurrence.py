@@ -8,13 +8,13 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from minisgl.core import Batch, Context
+from minisgl.core.layout import STATE
+from minisgl.core.plan import Batch, Context
+from minisgl.core.specs import PerRow
 from minisgl.layers.builder import Builder
 from minisgl.layers.linear import RMSNorm, Stream
-from minisgl.layout import STATE
 from minisgl.models.llama import LlamaDecoderLayer, LlamaForCausalLM, LlamaModel
 from minisgl.models.model_config import ModelConfig
-from minisgl.specs import PerRow
 
 
 @dataclass(frozen=True, slots=True)

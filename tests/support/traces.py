@@ -11,12 +11,12 @@ from typing import Any
 
 import numpy as np
 
-from minisgl.core import FinishReason, StepCosts
+from minisgl.core.layout import STATE, WINDOW
+from minisgl.core.message import AbortMsg, UserMsg, ids_from_bytes, ids_to_bytes
+from minisgl.core.params import Grammar, SamplingParams
+from minisgl.core.plan import FinishReason, StepCosts
 from minisgl.kvcache.snapshots import Bounded, ids_per_row
 from minisgl.kvcache.tiers import TierSpec
-from minisgl.layout import STATE, WINDOW
-from minisgl.message import AbortMsg, UserMsg, ids_from_bytes, ids_to_bytes
-from minisgl.params import Grammar, SamplingParams
 from minisgl.scheduler.check import check_idle
 from minisgl.scheduler.grammars import Grammars
 from minisgl.scheduler.io import OfflineIO

@@ -19,9 +19,9 @@ from minisgl.api.parsers.pieces import Content, ParsedCall, Piece
 from minisgl.api.requests import ServedModel, text_of, unsupported_type
 from minisgl.api.responses import Renderer, named_event, response_to
 from minisgl.api.routes import SSE, Routes
-from minisgl.core import FinishReason
-from minisgl.errors import RequestError
-from minisgl.message import TokenizeMsg, UserReply
+from minisgl.core.errors import RequestError
+from minisgl.core.message import TokenizeMsg, UserReply
+from minisgl.core.plan import FinishReason
 
 # Field of a chat -> Anthropic's.
 NAMES: Final = {

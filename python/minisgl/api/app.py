@@ -30,7 +30,7 @@ from minisgl.api.request_log import RequestEnds, write_line
 from minisgl.api.requests import ServedModel
 from minisgl.api.routes import Routes, openapi_schema, unknown_path
 from minisgl.api.tracing import Traces, is_traced
-from minisgl.errors import RequestError
+from minisgl.core.errors import RequestError
 from minisgl.settings.options import ServerArgs
 
 ADDERS: Final = (

@@ -13,8 +13,8 @@ from minisgl.api.http import NAMES, report_ignored
 from minisgl.api.parsers.output import EFFORT, OutputParser
 from minisgl.api.protocol import ChatCompletionRequest
 from minisgl.api.requests import ServedModel, chat_message, check_tool, unsupported_type
-from minisgl.errors import RequestError, unsupported
-from minisgl.message import TokenizeMsg
+from minisgl.core.errors import RequestError, unsupported
+from minisgl.core.message import TokenizeMsg
 from minisgl.settings.options import ServerArgs
 
 # Fields of a chat that turn reasoning on or off, and those of its values that turn it off.

@@ -13,9 +13,9 @@ from dataclasses import replace
 from typing import Final
 
 from minisgl.api.protocol import ReplicaView
-from minisgl.core import FinishReason
-from minisgl.errors import RequestError
-from minisgl.message import (
+from minisgl.api.router import SILENT_S, Replica, Router
+from minisgl.core.errors import RequestError
+from minisgl.core.message import (
     AbortMsg,
     BackendMsg,
     DetokenizeMsg,
@@ -31,8 +31,8 @@ from minisgl.message import (
     UserMsg,
     ViewMsg,
 )
+from minisgl.core.plan import FinishReason
 from minisgl.process.queues import Codec, ZmqAsyncPullQueue, ZmqPushQueue
-from minisgl.routing.router import SILENT_S, Replica, Router
 from minisgl.settings.options import ServerArgs
 
 logger = logging.getLogger(__name__)

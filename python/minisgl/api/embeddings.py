@@ -18,9 +18,9 @@ from minisgl.api.requests import prompt_messages
 from minisgl.api.responses import GenerationResponse, Renderer
 from minisgl.api.routes import Routes
 from minisgl.checkpoint.embedder import Embedder, Vector
-from minisgl.errors import RequestError
-from minisgl.message import TokenizeMsg, UserReply
-from minisgl.params import EMBED
+from minisgl.core.errors import RequestError
+from minisgl.core.message import TokenizeMsg, UserReply
+from minisgl.core.params import EMBED
 
 MAX_INPUTS: Final = 2048  # OpenAI's limit, which clients rely on
 

@@ -17,7 +17,7 @@ from typing import Any, Final, Generic, NamedTuple, TypeVar
 import msgspec
 
 from minisgl.api import protocol as p
-from minisgl.errors import RequestError, near_miss, unsupported
+from minisgl.core.errors import RequestError, near_miss, unsupported
 from minisgl.settings.foreign import field_names
 
 logger = logging.getLogger(__name__)

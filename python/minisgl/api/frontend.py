@@ -15,9 +15,8 @@ import msgspec
 from minisgl.api.dispatch import POLL_S, Dispatcher
 from minisgl.api.metrics import Metrics
 from minisgl.api.protocol import Timing, Usage
-from minisgl.core import FinishReason
-from minisgl.errors import RequestError
-from minisgl.message import (
+from minisgl.core.errors import RequestError
+from minisgl.core.message import (
     AbortMsg,
     ConversionReply,
     DecodeMsg,
@@ -36,7 +35,8 @@ from minisgl.message import (
     ViewMsg,
     ids_from_bytes,
 )
-from minisgl.params import Limits
+from minisgl.core.params import Limits
+from minisgl.core.plan import FinishReason
 from minisgl.process.queues import Codec, ZmqAsyncPullQueue, ZmqPushQueue
 from minisgl.settings.options import ServerArgs
 

@@ -12,7 +12,7 @@ from starlette.datastructures import Headers
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from minisgl.api.http import HEADERS, RAW_SEND, REQUEST_ID, error_response
-from minisgl.errors import RequestError
+from minisgl.core.errors import RequestError
 from minisgl.settings.options import ServerArgs, is_loopback, split_list
 
 MAX_REQUEST_ID: Final = 128

@@ -27,10 +27,10 @@ from minisgl.api.requests import (
 )
 from minisgl.api.responses import DONE, Renderer, event, response_to
 from minisgl.api.routes import SSE, Routes
-from minisgl.core import FinishReason
-from minisgl.errors import RequestError, unsupported
-from minisgl.message import TokenizeMsg, TokenLogprob, UserReply, ids_from_bytes
-from minisgl.params import MAX_LOGPROBS, Limits
+from minisgl.core.errors import RequestError, unsupported
+from minisgl.core.message import TokenizeMsg, TokenLogprob, UserReply, ids_from_bytes
+from minisgl.core.params import MAX_LOGPROBS, Limits
+from minisgl.core.plan import FinishReason
 
 DEFAULT_MAX_TOKENS: Final = 128  # SGLang's
 

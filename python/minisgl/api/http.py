@@ -13,7 +13,7 @@ from starlette.responses import Response
 
 from minisgl.api.fields import read_body, told
 from minisgl.api.protocol import AnthropicError, AnthropicErrorResponse, ErrorDetail, ErrorResponse
-from minisgl.errors import RequestError
+from minisgl.core.errors import RequestError
 from minisgl.settings.options import ServerArgs, split_list
 
 T = TypeVar("T", bound=msgspec.Struct)

@@ -21,10 +21,10 @@ from minisgl.api.parsers.pieces import Content, ParsedCall, Reasoning
 from minisgl.api.requests import ServedModel, text_of
 from minisgl.api.responses import Renderer, named_event, response_to
 from minisgl.api.routes import SSE, Routes
-from minisgl.core import FinishReason
-from minisgl.errors import RequestError, unsupported
-from minisgl.message import UserReply
-from minisgl.params import SamplingParams
+from minisgl.core.errors import RequestError, unsupported
+from minisgl.core.message import UserReply
+from minisgl.core.params import SamplingParams
+from minisgl.core.plan import FinishReason
 
 MAX_KEPT: Final = 4096  # responses
 MAX_KEPT_BYTES: Final = 64 << 20

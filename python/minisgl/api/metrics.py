@@ -14,9 +14,9 @@ from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Histo
 from prometheus_client.exposition import choose_encoder
 from prometheus_client.registry import Collector
 
-from minisgl.core import FinishReason
-from minisgl.message import StatsMsg
-from minisgl.routing.router import Replica, Router
+from minisgl.api.router import Replica, Router
+from minisgl.core.message import StatsMsg
+from minisgl.core.plan import FinishReason
 
 logger = logging.getLogger(__name__)
 

@@ -25,7 +25,7 @@ from minisgl.api.parsers.pieces import Content, ParsedCall, Piece, Reasoning
 from minisgl.api.requests import completion_messages, num_choices, with_choices
 from minisgl.api.responses import DONE, Renderer, event, response_to, usage_of
 from minisgl.api.routes import SSE, Routes
-from minisgl.message import TokenizeMsg, TokenLogprob, UserReply, ids_from_bytes
+from minisgl.core.message import TokenizeMsg, TokenLogprob, UserReply, ids_from_bytes
 
 MIN_LOGPROB: Final = -9999.0  # OpenAI's value for a token of probability 0; JSON has no infinity
 NO_TEXT: Final = b'{"content":""}'

@@ -22,9 +22,9 @@ from minisgl.api.http import json_response, report_ignored, require_json
 from minisgl.api.requests import SamplingDefaults, chat_message, packed_ids
 from minisgl.api.routes import Routes
 from minisgl.checkpoint.hf import BUILTIN_MODEL
-from minisgl.errors import RequestError
-from minisgl.message import DecodeMsg, EncodeMsg, EngineView, TokenizeMsg, ids_from_bytes, ids_to_bytes
-from minisgl.params import Limits, SamplingParams
+from minisgl.core.errors import RequestError
+from minisgl.core.message import DecodeMsg, EncodeMsg, EngineView, TokenizeMsg, ids_from_bytes, ids_to_bytes
+from minisgl.core.params import Limits, SamplingParams
 from minisgl.settings.options import split_list
 
 PROBE_TIMEOUT_S: Final = 20.0

@@ -11,8 +11,8 @@ from typing import TYPE_CHECKING, Any
 
 import msgspec
 
-from minisgl.message import EngineView, StatsMsg
-from minisgl.params import NUMBERS
+from minisgl.core.message import EngineView, StatsMsg
+from minisgl.core.params import NUMBERS
 
 # A text, token ids, or a list of texts and lists of token ids.
 Prompt = str | list[int | str | list[int]]

@@ -13,9 +13,9 @@ from minisgl.api import protocol as p
 from minisgl.api.parsers.output import OutputForms
 from minisgl.api.structured import json_text, requested_grammar
 from minisgl.checkpoint.embedder import Embedder
-from minisgl.errors import RequestError, unsupported
-from minisgl.message import TokenizeMsg, ids_to_bytes
-from minisgl.params import MAX_LOGPROBS, NUMBERS, Limits, SamplingParams, choice_params, validate_sampling
+from minisgl.core.errors import RequestError, unsupported
+from minisgl.core.message import TokenizeMsg, ids_to_bytes
+from minisgl.core.params import MAX_LOGPROBS, NUMBERS, Limits, SamplingParams, choice_params, validate_sampling
 
 logger = logging.getLogger(__name__)
 

@@ -18,8 +18,8 @@ from minisgl.api import protocol as p
 from minisgl.api.frontend import ClientGoneError, FrontendManager, Submission, Timeline, joined
 from minisgl.api.http import DROP, HEADERS, RAW_SEND, SUBMISSION, error_body, to_json
 from minisgl.api.requests import require_answer_fits
-from minisgl.errors import RequestError
-from minisgl.message import TokenizeMsg, UserReply
+from minisgl.core.errors import RequestError
+from minisgl.core.message import TokenizeMsg, UserReply
 
 logger = logging.getLogger(__name__)
 

@@ -21,7 +21,7 @@ import minisgl
 from minisgl.api import protocol as p
 from minisgl.api.http import ANTHROPIC, json_response, read_request
 from minisgl.api.requests import ServedModel
-from minisgl.errors import near_miss
+from minisgl.core.errors import near_miss
 from minisgl.settings.foreign import field_names
 from minisgl.settings.options import ServerArgs
 

@@ -9,8 +9,8 @@ from typing import Annotated, Any, Final
 import msgspec
 
 from minisgl.api.protocol import ChatCompletionRequest, SamplingFields
-from minisgl.errors import RequestError, unsupported
-from minisgl.params import Grammar, GrammarKind
+from minisgl.core.errors import RequestError, unsupported
+from minisgl.core.params import Grammar, GrammarKind
 
 _Schema = dict[str, Any] | bool
 _Text = Annotated[str, msgspec.Meta(min_length=1)]

@@ -17,7 +17,7 @@ from starlette.types import Scope
 
 from minisgl.api.frontend import Submission
 from minisgl.api.http import SUBMISSION
-from minisgl.errors import ConfigError
+from minisgl.core.errors import ConfigError
 from minisgl.settings.options import ServerArgs
 
 if TYPE_CHECKING:

@@ -9,13 +9,13 @@ from typing import TYPE_CHECKING, ClassVar
 import torch
 from torch import Tensor
 
-from minisgl.core import Batch, SeqLayout, StepShape
+from minisgl.core.plan import Batch, SeqLayout, StepShape
 
 if TYPE_CHECKING:
+    from minisgl.core.specs import GroupedQuery
     from minisgl.ops.quantized import Pages
     from minisgl.ops.reference import HeadTransform
     from minisgl.ops.table import OpTable
-    from minisgl.specs import GroupedQuery
 
 
 @dataclass(frozen=True, slots=True)

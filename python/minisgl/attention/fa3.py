@@ -11,15 +11,15 @@ import torch
 from torch import Tensor
 
 from minisgl.attention.backend import AttentionBackend, StepAttention
-from minisgl.core import SeqLayout
-from minisgl.layout import SLOT
+from minisgl.core.layout import SLOT
+from minisgl.core.plan import SeqLayout
+from minisgl.core.rounding import ceil_div, round_up
 from minisgl.ops.quantized import Pages, QuantizedPages
-from minisgl.rounding import ceil_div, round_up
 
 if TYPE_CHECKING:
     from minisgl.attention.backend import AttentionSpec
-    from minisgl.core import Batch
-    from minisgl.layout import Records
+    from minisgl.core.layout import Records
+    from minisgl.core.plan import Batch
     from minisgl.ops.table import OpTable
 
 TILE: Final = 128  # keys per tile; page sizes are multiples

@@ -13,14 +13,14 @@ import torch
 from torch import Tensor
 
 from minisgl.attention.backend import AttentionBackend, StepAttention
-from minisgl.layout import SLOT
+from minisgl.core.layout import SLOT
+from minisgl.core.rounding import ceil_div
 from minisgl.ops.quantized import Pages, QuantizedPages
-from minisgl.rounding import ceil_div
 
 if TYPE_CHECKING:
     from minisgl.attention.backend import AttentionSpec
-    from minisgl.core import Batch
-    from minisgl.layout import Ints, Records
+    from minisgl.core.layout import Ints, Records
+    from minisgl.core.plan import Batch
     from minisgl.ops.table import OpTable
 
 WORKSPACE_BYTES: Final = 256 << 20  # for partial results; FlashInfer recommends 128 MB, which many heads exceed

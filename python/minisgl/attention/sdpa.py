@@ -16,12 +16,12 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from minisgl.attention.backend import AttentionBackend, StepAttention
+from minisgl.core.rounding import ceil_div
 from minisgl.ops.quantized import E4M3, Pages, QuantizedPages
-from minisgl.rounding import ceil_div
 
 if TYPE_CHECKING:
     from minisgl.attention.backend import AttentionSpec
-    from minisgl.core import Batch
+    from minisgl.core.plan import Batch
     from minisgl.ops.table import OpTable
 
 GATHER_BYTES: Final = 8 << 20  # of K/V gathered at a time; more would not stay in the CPU's cache

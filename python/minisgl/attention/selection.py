@@ -10,8 +10,8 @@ from typing import TYPE_CHECKING, Final
 import torch
 
 from minisgl.attention.backend import Attention, AttentionBackend, AttentionSpec
-from minisgl.errors import ConfigError
-from minisgl.registry import Registry
+from minisgl.core.errors import ConfigError
+from minisgl.core.registry import Registry
 
 if TYPE_CHECKING:
     from collections.abc import Sequence

@@ -1,4 +1,4 @@
-"""Paged attention on an NVIDIA GPU in Triton, and in CUDA C++ where there is a kernel. Their ideas are in `triton/`."""
+"""Paged attention on an NVIDIA GPU in Triton, and in CUDA C++ where there is a kernel; see `kernels/triton/`."""
 
 from __future__ import annotations
 
@@ -10,17 +10,17 @@ import torch
 from triton import next_power_of_2
 
 from minisgl.attention.backend import AttentionBackend, StepAttention
+from minisgl.core.rounding import ceil_div
+from minisgl.kernels.triton.attention_decode import BEGINS, PART, PLAN_ROWS, decode_attention, plan_decode
+from minisgl.kernels.triton.attention_prefill import COUNTERS, TILE, plan_prefill, prefill_attention
+from minisgl.kernels.triton.launch import INTERPRETED, MAX_CHAINED, hopper, is_compiling_ahead, pdl_options
 from minisgl.ops.quantized import Pages, QuantizedPages, data_and_scale, page_strides
-from minisgl.rounding import ceil_div
-from minisgl.triton.attention_decode import BEGINS, PART, PLAN_ROWS, decode_attention, plan_decode
-from minisgl.triton.attention_prefill import COUNTERS, TILE, plan_prefill, prefill_attention
-from minisgl.triton.launch import INTERPRETED, MAX_CHAINED, hopper, is_compiling_ahead, pdl_options
 
 if TYPE_CHECKING:
     from torch import Tensor
 
     from minisgl.attention.backend import AttentionSpec
-    from minisgl.core import Batch, SeqLayout, StepShape
+    from minisgl.core.plan import Batch, SeqLayout, StepShape
     from minisgl.ops.reference import HeadTransform
     from minisgl.ops.table import OpTable
 

@@ -11,7 +11,7 @@ import numpy as np
 import numpy.typing as npt
 
 from minisgl.checkpoint import hf
-from minisgl.errors import ConfigError, RequestError
+from minisgl.core.errors import ConfigError, RequestError
 
 Pooling = Literal["last", "mean"]
 Vector = npt.NDArray[np.float32]

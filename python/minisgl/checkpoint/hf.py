@@ -12,7 +12,7 @@ from typing import Any, Final
 from safetensors import SafetensorError, safe_open
 
 from minisgl.checkpoint.quantization import method_of
-from minisgl.errors import ConfigError
+from minisgl.core.errors import ConfigError
 
 BUILTIN_MODEL: Final = Path(__file__).resolve().parent.parent / "demo" / "model"
 BUILTIN_NAME: Final = "minisgl-demo"

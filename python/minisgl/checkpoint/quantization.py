@@ -6,7 +6,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any, Final
 
-from minisgl.errors import ConfigError
+from minisgl.core.errors import ConfigError
 
 
 @dataclass(frozen=True, slots=True)

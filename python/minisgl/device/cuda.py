@@ -10,8 +10,8 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
+from minisgl.core.rounding import ceil_div, round_up
 from minisgl.device.device import Copying, Device, Pending, Uploader
-from minisgl.rounding import ceil_div, round_up
 
 RING: Final = 4  # buffers for each direction: more than the steps in flight
 UPLOADER_RING: Final = 2  # one buffer is written while the other one is copied

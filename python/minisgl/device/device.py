@@ -12,9 +12,9 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
+from minisgl.core.errors import ConfigError
+from minisgl.core.rounding import round_up
 from minisgl.device.machine import available_memory, usable_cores
-from minisgl.errors import ConfigError
-from minisgl.rounding import round_up
 
 Pending = Callable[[], npt.NDArray[np.int32]]
 """Submitted work: a call blocks until the work is done, and returns its result on the host."""

@@ -10,7 +10,7 @@ from importlib.metadata import version
 from pathlib import Path
 from typing import Final
 
-from minisgl.errors import ConfigError
+from minisgl.core.errors import ConfigError
 
 NO_DEVICE: Final = 100  # CUDA_ERROR_NO_DEVICE
 

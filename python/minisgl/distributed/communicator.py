@@ -15,9 +15,9 @@ import msgspec
 import torch
 from torch import Tensor
 
-from minisgl.errors import RankError
-from minisgl.registry import Registry
-from minisgl.rounding import ceil_div
+from minisgl.core.errors import RankError
+from minisgl.core.registry import Registry
+from minisgl.core.rounding import ceil_div
 
 if TYPE_CHECKING:
     from minisgl.distributed.info import DistributedInfo

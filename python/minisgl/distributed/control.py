@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING
 
 import msgspec
 
-from minisgl.errors import InvariantError, RankError
+from minisgl.core.errors import InvariantError, RankError
 
 if TYPE_CHECKING:
     import numpy as np

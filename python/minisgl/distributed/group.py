@@ -18,10 +18,10 @@ import msgspec
 import torch
 from torch.distributed import FileStore, TCPStore  # type: ignore[attr-defined]
 
+from minisgl.core.errors import ConfigError, RankError
 from minisgl.distributed.communicator import COMMUNICATORS, TIMEOUT, Communicator, SoloCommunicator, Store
 from minisgl.distributed.control import PlanBus, PlanFeed
 from minisgl.distributed.info import DistributedInfo, Rendezvous
-from minisgl.errors import ConfigError, RankError
 
 POLL_S: Final = 0.05
 HELLO_S: Final = 5.0

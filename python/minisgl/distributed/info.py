@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Final
 
-from minisgl.errors import ConfigError
+from minisgl.core.errors import ConfigError
 
 if TYPE_CHECKING:
     from minisgl.settings.options import EngineConfig

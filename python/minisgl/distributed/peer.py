@@ -18,10 +18,10 @@ from typing import TYPE_CHECKING, Any, Final
 import torch
 from torch import Tensor
 
+from minisgl.core.errors import ConfigError
+from minisgl.core.rounding import ceil_div
 from minisgl.distributed.communicator import AddNorm, Communicator
-from minisgl.errors import ConfigError
-from minisgl.rounding import ceil_div
-from minisgl.triton.all_reduce import DTYPES, MAX_RANKS, PATIENCE, Inbox, all_reduce
+from minisgl.kernels.triton.all_reduce import DTYPES, MAX_RANKS, PATIENCE, Inbox, all_reduce
 
 if TYPE_CHECKING:
     from minisgl.ops.table import OpTable

@@ -18,8 +18,8 @@ from typing import TYPE_CHECKING, Final
 import torch
 from torch import Tensor
 
+from minisgl.core.errors import ConfigError, RankError
 from minisgl.distributed.communicator import Communicator, bind_nccl
-from minisgl.errors import ConfigError, RankError
 
 if TYPE_CHECKING:
     from minisgl.distributed.communicator import Store

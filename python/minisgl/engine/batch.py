@@ -7,16 +7,16 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
-from minisgl.core import Batch, BatchPlan, DraftColumns, PromptLogprobs, Sampling, SeqLayout, StepShape
-from minisgl.layout import NEWEST, NO_INTS, NOT_DRAFTED, STATE, Flag, as_words
+from minisgl.core.layout import NEWEST, NO_INTS, NOT_DRAFTED, STATE, Flag, as_words
+from minisgl.core.plan import Batch, BatchPlan, DraftColumns, PromptLogprobs, Sampling, SeqLayout, StepShape
 
 if TYPE_CHECKING:
     import numpy.typing as npt
     import torch
 
-    from minisgl.core import Ints
+    from minisgl.core.layout import Records
+    from minisgl.core.plan import Ints
     from minisgl.device.device import Device
-    from minisgl.layout import Records
 
 
 @dataclass(frozen=True, slots=True)

@@ -9,19 +9,19 @@ from pathlib import Path
 
 import torch
 
-from minisgl import specs
 from minisgl.attention.backend import AttentionSpec
 from minisgl.attention.selection import resolve_attention
 from minisgl.checkpoint.embedder import Pooling
+from minisgl.core import specs
+from minisgl.core.rounding import ceil_div
+from minisgl.core.specs import GroupedQuery
 from minisgl.distributed.info import ALONE, DistributedInfo
 from minisgl.engine.fit import Checkpoint, check_settings
 from minisgl.engine.runner import MIXERS, RUNNERS, Mixer
 from minisgl.models.model_config import ModelConfig
 from minisgl.models.weight import has_own_head
 from minisgl.ops.table import OpTable
-from minisgl.rounding import ceil_div
 from minisgl.settings.options import MEMORY_RATIOS, PAGE_SIZES, EngineConfig
-from minisgl.specs import GroupedQuery
 from minisgl.speculative import DRAFTERS
 from minisgl.speculative.source import DraftSource
 from minisgl.tokenizer.end_tokens import EndTokens

@@ -14,11 +14,11 @@ from dataclasses import replace
 
 import numpy as np
 
-from minisgl.core import DRAFT_CONTEXT, BatchPlan, Points, StepCosts
+from minisgl.core.layout import FULL, MAX_DRAFT_TOKENS, NO_INTS, NO_PAGE_WRITES, PROPOSAL, Flag
+from minisgl.core.plan import DRAFT_CONTEXT, BatchPlan, Points, StepCosts
 from minisgl.engine.config import EngineSpec
 from minisgl.engine.trial import Slot, spread_plan, unknown_histories
 from minisgl.kvcache.arena import Blocks
-from minisgl.layout import FULL, MAX_DRAFT_TOKENS, NO_INTS, NO_PAGE_WRITES, PROPOSAL, Flag
 from minisgl.settings.options import MAX_DRAFTS
 
 DECODES = Flag.SAMPLES | Flag.FROM_DEVICE

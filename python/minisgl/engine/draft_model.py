@@ -11,11 +11,11 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from minisgl.core import Batch, BatchPlan, Sampling, SeqLayout, StepShape
+from minisgl.core.layout import NO_SLOTS, Flag
+from minisgl.core.plan import Batch, BatchPlan, Sampling, SeqLayout, StepShape
 from minisgl.distributed.tensor_parallel import VocabParallel
 from minisgl.engine.batch import make_batch
 from minisgl.layers.builder import Builder
-from minisgl.layout import NO_SLOTS, Flag
 from minisgl.models.weight import load_model
 from minisgl.ops.deferred import finished
 from minisgl.settings.options import MAX_DRAFTS
@@ -24,7 +24,7 @@ from minisgl.speculative.eagle3 import Eagle3Head
 if TYPE_CHECKING:
     from collections.abc import Callable
 
-    from minisgl.core import Ints
+    from minisgl.core.plan import Ints
     from minisgl.engine.config import EngineSpec
     from minisgl.engine.drafting import Drafting
     from minisgl.engine.runner import Parts

@@ -9,12 +9,12 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from minisgl.core.layout import HISTORY_HEAD, PROPOSED, words
 from minisgl.engine.draft_model import DraftModel
-from minisgl.layout import HISTORY_HEAD, PROPOSED, words
 from minisgl.settings.options import MAX_DRAFTS
 
 if TYPE_CHECKING:
-    from minisgl.core import Batch, BatchPlan, DraftColumns, Ints
+    from minisgl.core.plan import Batch, BatchPlan, DraftColumns, Ints
     from minisgl.device.device import Device
     from minisgl.speculative import Drafter
 

@@ -11,6 +11,9 @@ import numpy as np
 import torch
 
 from minisgl.checkpoint.hf import fingerprint
+from minisgl.core.errors import ConfigError
+from minisgl.core.layout import FULL, STATE, WINDOW
+from minisgl.core.params import MAX_LOGIT_BIASES, MAX_STOP_TOKENS, Limits
 from minisgl.device.device import Device, create_device
 from minisgl.distributed.group import Group
 from minisgl.distributed.tensor_parallel import VocabParallel
@@ -21,24 +24,21 @@ from minisgl.engine.drafting import Drafting
 from minisgl.engine.memory import MemoryPlan, plan_memory
 from minisgl.engine.runner import NO_TOKENS, RUNNERS, ForwardOutput, Parts, Runner, RunnerFactory
 from minisgl.engine.state import LogitPenalties, RowState
-from minisgl.errors import ConfigError
 from minisgl.kvcache.snapshots import Bounded
 from minisgl.kvcache.storage import DiskStore, HostStore, Mover
 from minisgl.kvcache.store import StateStore
-from minisgl.layout import FULL, STATE, WINDOW
 from minisgl.models.weight import load_model
 from minisgl.ops.quantized import E4M3, made
 from minisgl.ops.table import resolve_ops
-from minisgl.params import MAX_LOGIT_BIASES, MAX_STOP_TOKENS, Limits
 from minisgl.process.log import Progress, tell
 from minisgl.speculative import DRAFTERS
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
-    from minisgl.core import BatchPlan, StepCosts
+    from minisgl.core.layout import Records
+    from minisgl.core.plan import BatchPlan, StepCosts
     from minisgl.kvcache.storage import Store
-    from minisgl.layout import Records
     from minisgl.settings.options import EngineConfig
 
 _log = logging.getLogger("minisgl.engine")

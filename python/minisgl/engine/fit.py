@@ -13,12 +13,12 @@ from typing import Final
 
 from minisgl.checkpoint import hf
 from minisgl.checkpoint.embedder import Embedder, decoder_config, read_embedder
+from minisgl.core.errors import ConfigError
+from minisgl.core.layout import FULL
+from minisgl.core.rounding import ceil_div
 from minisgl.device.machine import available_memory, choose_device, gpu_memory, usable_cores
 from minisgl.distributed.info import DistributedInfo
-from minisgl.errors import ConfigError
-from minisgl.layout import FULL
 from minisgl.models.model_config import ModelConfig
-from minisgl.rounding import ceil_div
 from minisgl.settings.options import PAGE_SIZES, EngineConfig
 from minisgl.speculative.source import HEAD_FOLDER, DraftSource, has_head, read_source
 

@@ -7,20 +7,20 @@ from fractions import Fraction
 from functools import partial
 from typing import TYPE_CHECKING, Final
 
+from minisgl.core.errors import ConfigError
+from minisgl.core.layout import FULL, MAX_DRAFT_TOKENS, WINDOW
+from minisgl.core.rounding import ceil_div
 from minisgl.engine.graphs.capture import TAILS
 from minisgl.engine.pooling import base_runner
 from minisgl.engine.trial import decode_plan, draft_plan, largest_prefill
-from minisgl.errors import ConfigError
+from minisgl.kernels.triton.cublas import cublas_linear
 from minisgl.kvcache.arena import Blocks, divide
 from minisgl.kvcache.snapshots import ids_per_row
-from minisgl.layout import FULL, MAX_DRAFT_TOKENS, WINDOW
-from minisgl.rounding import ceil_div
-from minisgl.triton.cublas import cublas_linear
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
-    from minisgl.core import BatchPlan
+    from minisgl.core.plan import BatchPlan
     from minisgl.engine.config import EngineSpec
     from minisgl.engine.runner import Parts, Runner
 

@@ -9,13 +9,13 @@ from typing import TYPE_CHECKING, Final
 import torch
 from torch import Tensor
 
-from minisgl.core import Batch
+from minisgl.core.plan import Batch
 from minisgl.engine.batch import make_batch
 from minisgl.engine.runner import EagerRunner, ForwardOutput
 
 if TYPE_CHECKING:
     from minisgl.checkpoint.embedder import Pooling
-    from minisgl.core import BatchPlan
+    from minisgl.core.plan import BatchPlan
     from minisgl.engine.config import EngineSpec
     from minisgl.engine.runner import Parts
 

@@ -9,15 +9,15 @@ from typing import TYPE_CHECKING, Any, Final, Protocol
 import torch
 from torch import Tensor
 
-from minisgl.core import Batch, BatchPlan, Context, Sampling, StepResult
+from minisgl.core.layout import Flag
+from minisgl.core.plan import Batch, BatchPlan, Context, Sampling, StepResult
+from minisgl.core.registry import Registry
 from minisgl.engine.batch import make_batch
 from minisgl.engine.graphs.capture import TAILS
-from minisgl.layout import Flag
 from minisgl.ops.sampling import rows_per_pass
-from minisgl.registry import Registry
 
 if TYPE_CHECKING:
-    from minisgl.core import Ints, PromptLogprobs
+    from minisgl.core.plan import Ints, PromptLogprobs
     from minisgl.device.device import Device, Pending
     from minisgl.distributed.communicator import Communicator
     from minisgl.distributed.tensor_parallel import VocabParallel

@@ -8,11 +8,11 @@ from typing import TYPE_CHECKING, Final
 import numpy as np
 import torch
 
-from minisgl.layout import PAGE_WRITE, PENALTY_HEAD, columns, words
+from minisgl.core.layout import PAGE_WRITE, PENALTY_HEAD, columns, words
 from minisgl.ops.sampling import PenaltyTables, SamplingState
 
 if TYPE_CHECKING:
-    from minisgl.core import Ints
+    from minisgl.core.plan import Ints
     from minisgl.device.device import Device
 
 _PAGE: Final = columns(PAGE_WRITE)

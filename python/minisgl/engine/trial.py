@@ -8,12 +8,12 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
-from minisgl.core import BatchPlan
-from minisgl.layout import HISTORY_HEAD, NO_MASKS, PAGE_WRITE, SLOT, Flag, words
-from minisgl.rounding import ceil_div
+from minisgl.core.layout import HISTORY_HEAD, NO_MASKS, PAGE_WRITE, SLOT, Flag, words
+from minisgl.core.plan import BatchPlan
+from minisgl.core.rounding import ceil_div
 
 if TYPE_CHECKING:
-    from minisgl.core import Ints
+    from minisgl.core.plan import Ints
     from minisgl.engine.config import EngineSpec
     from minisgl.kvcache.arena import Blocks
 

@@ -21,18 +21,18 @@ import numpy as np
 from llguidance import LLExecutor, LLMatcher, LLParserLimits, LLTokenizer, TokenizerWrapper
 from tokenizers import Tokenizer
 
-from minisgl.errors import RequestError
+from minisgl.core.errors import RequestError
+from minisgl.core.params import Grammar, ToolCalls
+from minisgl.core.rounding import ceil_div
 from minisgl.grammar.gbnf import gbnf_to_lark, is_gbnf
 from minisgl.grammar.schema import exact_schema
-from minisgl.params import Grammar, ToolCalls
-from minisgl.rounding import ceil_div
 from minisgl.tokenizer.folder import load_tokenizer
 from minisgl.tokenizer.text import TokenBytes
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Sequence
 
-    from minisgl.core import Ints
+    from minisgl.core.plan import Ints
 
 _Body = dict[str, Any]  # a grammar of several, in the library's form
 # JSON as `json.dumps` writes it: if white space is allowed anywhere, a model may never stop writing it.

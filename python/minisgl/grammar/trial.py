@@ -18,9 +18,9 @@ from typing import Final
 import msgspec
 import numpy as np
 
-from minisgl.errors import RequestError
+from minisgl.core.errors import RequestError
+from minisgl.core.params import Grammar
 from minisgl.grammar.compiler import INVALID, GrammarCompiler, TokenMatcher, refusal
-from minisgl.params import Grammar
 from minisgl.process.trials import TrialLimits, Trials, serve
 
 # To compile a grammar and follow it; common ones take a millisecond. The stack is half of that of the threads that

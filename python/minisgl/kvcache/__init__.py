@@ -5,10 +5,10 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from typing import Final
 
+from minisgl.core.registry import Registry
 from minisgl.kvcache.base import PrefixCache
 from minisgl.kvcache.snapshots import Snapshots
 from minisgl.kvcache.tiers import Tier
-from minisgl.registry import Registry
 
 PREFIX_CACHES: Final[Registry[Callable[[int, Sequence[Tier], Snapshots | None], PrefixCache]]] = Registry("cache type")
 PREFIX_CACHES.add("radix", "minisgl.kvcache.radix:RadixCache")

@@ -1,4 +1,4 @@
-"""The device's memory for state, in blocks. A block is free, or one or more pages of a single group (`layout.py`).
+"""The device's memory for state, in blocks. A block is free, or one or more pages of a single group (`core/layout.py`).
 
 So each group has as much of the memory as the texts of the moment need.
 """
@@ -10,9 +10,9 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Final
 
-from minisgl.errors import InvariantError
-from minisgl.layout import FULL
-from minisgl.rounding import ceil_div, round_up
+from minisgl.core.errors import InvariantError
+from minisgl.core.layout import FULL
+from minisgl.core.rounding import ceil_div, round_up
 
 ALIGNMENT: Final = 256  # of a page, in bytes
 MAX_WASTE: Final = 0.05  # part of a block that its pages may leave

@@ -6,12 +6,12 @@ from abc import ABC, abstractmethod
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, NamedTuple
 
-from minisgl.layout import NO_INTS, NO_MOVES
+from minisgl.core.layout import NO_INTS, NO_MOVES
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
-    from minisgl.core import Ints, Records
+    from minisgl.core.plan import Ints, Records
     from minisgl.kvcache.outline import OutlinedNode
     from minisgl.kvcache.snapshots import Snapshots
     from minisgl.kvcache.tiers import Tier
@@ -151,7 +151,7 @@ class PrefixCache(ABC):
     def take_changes(self) -> dict[int, int]:
         """Return the prefixes whose place has changed since the last call; none before `track_changes`.
 
-        Keys are prefix hashes (`routing/prefixes.py`). Values are 0 for the device, i for `tiers[i - 1]`, and -1 for an
+        Keys are prefix hashes (`kvcache/prefixes.py`). Values are 0 for the device, i for `tiers[i - 1]`, and -1 for an
         evicted prefix.
         """
         return {}

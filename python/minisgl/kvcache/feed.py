@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from minisgl.routing.prefixes import continued_hashes
+from minisgl.kvcache.prefixes import continued_hashes
 
 if TYPE_CHECKING:
     from minisgl.kvcache.tree import Node

@@ -10,12 +10,12 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
+from minisgl.core.layout import LOAD, MOVE, NO_MOVES, STORE
 from minisgl.kvcache.tiers import page_name
 from minisgl.kvcache.tree import DEVICE, NOWHERE, PART, subtree
-from minisgl.layout import LOAD, MOVE, NO_MOVES, STORE
 
 if TYPE_CHECKING:
-    from minisgl.core import Ints, Records
+    from minisgl.core.plan import Ints, Records
     from minisgl.kvcache.feed import RouterFeed
     from minisgl.kvcache.tiers import Names, Tier
     from minisgl.kvcache.tree import Node, PrefixTree

@@ -11,7 +11,7 @@ from minisgl.kvcache.base import CacheHandle, MatchResult, PrefixCache, SizeInfo
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
-    from minisgl.core import Ints
+    from minisgl.core.plan import Ints
     from minisgl.kvcache.snapshots import Snapshots
     from minisgl.kvcache.tiers import Tier
 

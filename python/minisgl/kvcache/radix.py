@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
-from minisgl.errors import InvariantError
+from minisgl.core.errors import InvariantError
 from minisgl.kvcache.base import CacheHandle, MatchResult, PrefixCache, SizeInfo
 from minisgl.kvcache.feed import RouterFeed
 from minisgl.kvcache.keeper import TierKeeper
@@ -16,7 +16,7 @@ from minisgl.kvcache.tree import DEVICE, NOWHERE, Node, PrefixTree
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
-    from minisgl.core import Ints, Records
+    from minisgl.core.plan import Ints, Records
     from minisgl.kvcache.snapshots import Snapshots
     from minisgl.kvcache.tiers import Tier
 

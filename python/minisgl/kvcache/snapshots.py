@@ -11,8 +11,8 @@ from collections import OrderedDict
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Final, NamedTuple
 
+from minisgl.core.rounding import ceil_div
 from minisgl.kvcache.arena import PagePool
-from minisgl.rounding import ceil_div
 
 if TYPE_CHECKING:
     from minisgl.kvcache.arena import Arena

@@ -19,14 +19,14 @@ from typing import TYPE_CHECKING, Any, Final, Protocol
 import numpy as np
 import torch
 
-from minisgl.errors import ConfigError
+from minisgl.core.errors import ConfigError
+from minisgl.core.layout import FULL, LOAD
 from minisgl.kvcache.tiers import TierSpec
-from minisgl.layout import FULL, LOAD
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Mapping
 
-    from minisgl.core import Ints, Records
+    from minisgl.core.plan import Ints, Records
     from minisgl.device.device import Copying, Device
     from minisgl.kvcache.store import StateStore
 

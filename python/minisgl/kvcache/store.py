@@ -8,15 +8,15 @@ from typing import TYPE_CHECKING, Final
 import numpy as np
 import torch
 
+from minisgl.core.layout import FULL
+from minisgl.core.rounding import round_up
+from minisgl.core.specs import Paged
 from minisgl.kvcache.arena import Blocks, divide
-from minisgl.layout import FULL
 from minisgl.ops.quantized import E4M3, Pages, QuantizedPages
-from minisgl.rounding import round_up
-from minisgl.specs import Paged
 
 if TYPE_CHECKING:
-    from minisgl.core import Ints
-    from minisgl.specs import State
+    from minisgl.core.plan import Ints
+    from minisgl.core.specs import State
 
 
 STATE_ALIGNMENT: Final = 64  # of a state within a page, in bytes

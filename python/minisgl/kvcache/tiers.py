@@ -15,15 +15,15 @@ from typing import TYPE_CHECKING, Final, NamedTuple
 
 import numpy as np
 
-from minisgl.errors import InvariantError
-from minisgl.routing.prefixes import SALT_BYTES
+from minisgl.core.errors import InvariantError
+from minisgl.kvcache.prefixes import SALT_BYTES
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
     import numpy.typing as npt
 
-    from minisgl.core import Ints, Records, StepCosts
+    from minisgl.core.plan import Ints, Records, StepCosts
 
     Names = npt.NDArray[np.int64]
 

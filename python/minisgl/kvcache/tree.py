@@ -12,13 +12,13 @@ from typing import TYPE_CHECKING, Final
 
 import numpy as np
 
-from minisgl.errors import InvariantError
-from minisgl.layout import NO_INTS
+from minisgl.core.errors import InvariantError
+from minisgl.core.layout import NO_INTS
 
 if TYPE_CHECKING:
-    from minisgl.core import Ints
+    from minisgl.core.plan import Ints
+    from minisgl.kvcache.prefixes import Hashes
     from minisgl.kvcache.tiers import Names
-    from minisgl.routing.prefixes import Hashes
 
 DEVICE: Final = 0  # the place of pages that steps can read
 NOWHERE: Final = np.empty(0, np.int32)

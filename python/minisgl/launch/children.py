@@ -11,15 +11,15 @@ from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Final
 
+from minisgl.core.errors import ConfigError, RankError
 from minisgl.device.machine import choose_device, gpu_memory, usable_cores
 from minisgl.distributed.info import Rendezvous
-from minisgl.errors import ConfigError, RankError
 from minisgl.process.log import log_format, log_level, tell
 from minisgl.process.processes import Child, Ready
 from minisgl.settings.options import MEMORY_RATIOS, ServerArgs
 
 if TYPE_CHECKING:
-    from minisgl.params import Limits
+    from minisgl.core.params import Limits
     from minisgl.tokenizer.template import ChatTemplate
 
 logger = logging.getLogger(__name__)

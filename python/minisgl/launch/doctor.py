@@ -14,11 +14,11 @@ from typing import Final
 
 import minisgl
 from minisgl.checkpoint.hf import model_name
+from minisgl.core.errors import ConfigError, MinisglError, NativeError
+from minisgl.core.layout import GROUPS
 from minisgl.device.machine import available_memory, choose_device, cpu_name, gpu_memory, usable_cores
 from minisgl.engine.fit import GB, Footprint, check_fit, estimate_step
-from minisgl.errors import ConfigError, MinisglError, NativeError
 from minisgl.launch.launch import bind_socket, check_args
-from minisgl.layout import GROUPS
 from minisgl.process.log import announce
 from minisgl.settings.options import EngineConfig, ServerArgs
 
@@ -141,9 +141,9 @@ def _model(args: ServerArgs) -> Facts:
     yield "attention", "; ".join(f"{name}: {next(filter(None, found), 'usable')}" for name, found in reasons.items())
 
     if device == "cuda" and m.quantization is None:
+        from minisgl.kernels.triton.kernels import explain
+        from minisgl.kernels.triton.product import Mixture, Product
         from minisgl.ops.quantized import made
-        from minisgl.triton.kernels import explain
-        from minisgl.triton.product import Mixture, Product
 
         attention, ranks = (m.num_heads + 2 * m.num_kv_heads) * m.head_dim, spec.info.size
         kind, dtype = made(device, spec.quantization or "", m.hidden_size), spec.dtype

@@ -17,7 +17,7 @@ import httptools
 from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol, RequestResponseCycle
 
 from minisgl.api.http import DROP, error_body, to_json
-from minisgl.errors import ConfigError, RequestError
+from minisgl.core.errors import ConfigError, RequestError
 
 HEAD_BYTES: Final = 64 * 1024  # of request line, headers and trailers together; also of pipelined requests
 HEAD_S: Final = 10.0  # from the first byte of a request (or from connecting) to the end of its headers

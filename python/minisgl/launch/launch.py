@@ -22,11 +22,11 @@ import msgspec
 import minisgl
 from minisgl.checkpoint import hf
 from minisgl.checkpoint.embedder import read_embedder
+from minisgl.core.errors import ConfigError, StartupError
+from minisgl.core.params import Limits
 from minisgl.distributed.info import Rendezvous
 from minisgl.engine.fit import Checkpoint, check_fit
-from minisgl.errors import ConfigError, StartupError
 from minisgl.launch.children import SchedulerTarget, divided, replica_children, run_scheduler, tokenizer_children
-from minisgl.params import Limits
 from minisgl.process.log import announce, configure_logging, log_format, log_level, tell
 from minisgl.process.processes import Facts, Processes, run_dir, signal_handler
 from minisgl.settings.options import ServerArgs, split_list

@@ -25,8 +25,8 @@ from starlette.applications import Starlette
 
 from minisgl.api.dispatch import Dispatcher
 from minisgl.api.frontend import FrontendManager
+from minisgl.core.errors import MinisglError, StartupError
 from minisgl.device.machine import choose_device, gpu_memory
-from minisgl.errors import MinisglError, StartupError
 from minisgl.launch.http_protocol import IDLE_S, BoundedHttpProtocol, Connections, connection_limit
 from minisgl.process.processes import EXIT_S, Child, Processes
 from minisgl.settings.options import ServerArgs

@@ -16,8 +16,8 @@ from minisgl.kvcache.store import LayerState
 from minisgl.ops.quantized import Format, Quantized
 
 if TYPE_CHECKING:
+    from minisgl.core.specs import Mixer, State
     from minisgl.ops.table import OpTable
-    from minisgl.specs import Mixer, State
 
 
 class Init(Enum):

@@ -13,10 +13,10 @@ from collections.abc import AsyncGenerator, Callable, Sequence
 from concurrent.futures import Future
 from typing import Any
 
-from minisgl.errors import InvariantError, MinisglError
+from minisgl.core.errors import InvariantError, MinisglError
+from minisgl.core.message import TokenizeMsg
 from minisgl.llm.completions import Completion, Completions, Piece
 from minisgl.llm.llm import LLM, Message, Params, Prompt, TextTokenizer, explained, prompt_messages
-from minisgl.message import TokenizeMsg
 
 Job = Callable[[LLM, Completions], None]
 Inbox = asyncio.Queue[Piece]

@@ -9,10 +9,10 @@ from typing import Any, Final
 
 import numpy as np
 
-from minisgl.core import FinishReason
-from minisgl.errors import MinisglError
-from minisgl.message import CONTEXT_TOKENS, DetokenizeMsg, TokenLogprob, UserMsg, UserReply, ids_from_bytes
-from minisgl.params import SamplingParams
+from minisgl.core.errors import MinisglError
+from minisgl.core.message import CONTEXT_TOKENS, DetokenizeMsg, TokenLogprob, UserMsg, UserReply, ids_from_bytes
+from minisgl.core.params import SamplingParams
+from minisgl.core.plan import FinishReason
 from minisgl.tokenizer.detokenize import DetokenizeManager
 
 SHOWN_CHARS: Final = 60  # of a completion's text in its repr

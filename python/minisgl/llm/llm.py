@@ -25,11 +25,11 @@ from minisgl.api.protocol import ChatCompletionRequest
 from minisgl.api.structured import json_text
 from minisgl.checkpoint.embedder import read_embedder
 from minisgl.checkpoint.hf import model_name, resolve_model
-from minisgl.errors import ConfigError, InvariantError, RequestError, did_you_mean
+from minisgl.core.errors import ConfigError, InvariantError, RequestError, did_you_mean
+from minisgl.core.message import AbortMsg, TokenizeMsg, UserMsg, ids_to_bytes
+from minisgl.core.params import EMBED, Limits, SamplingParams, choice_params, validate_sampling
 from minisgl.llm.completions import Completion, Completions, Listener, Piece, Request
 from minisgl.llm.ranks import running_ranks
-from minisgl.message import AbortMsg, TokenizeMsg, UserMsg, ids_to_bytes
-from minisgl.params import EMBED, Limits, SamplingParams, choice_params, validate_sampling
 from minisgl.process.log import Progress
 from minisgl.process.processes import held_interrupt
 from minisgl.scheduler.io import OfflineIO

@@ -8,9 +8,9 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Final, TypeVar
 
+from minisgl.core.errors import ConfigError, RankError
 from minisgl.distributed.info import Rendezvous
 from minisgl.engine.fit import Checkpoint, check_fit
-from minisgl.errors import ConfigError, RankError
 from minisgl.process.processes import Child, Processes, run_dir
 from minisgl.scheduler.follower import meet_ranks, run_follower
 from minisgl.settings.options import SchedulerConfig

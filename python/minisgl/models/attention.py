@@ -12,7 +12,7 @@ from minisgl.ops.reference import HeadTransform
 if TYPE_CHECKING:
     from torch import Tensor
 
-    from minisgl.core import Context
+    from minisgl.core.plan import Context
     from minisgl.layers.builder import Builder, Rows
     from minisgl.models.model_config import ModelConfig
 

@@ -17,9 +17,9 @@ import torch
 from torch import Tensor
 
 from minisgl.checkpoint.quantization import Quantization
-from minisgl.errors import ConfigError
+from minisgl.core.errors import ConfigError
+from minisgl.core.rounding import ceil_div
 from minisgl.ops.quantized import BLOCK, E2M1, E8M0, MXFP4, Format
-from minisgl.rounding import ceil_div
 
 
 @dataclass(frozen=True, slots=True)

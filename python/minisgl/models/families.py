@@ -7,7 +7,7 @@ from dataclasses import dataclass, field
 from types import MappingProxyType
 from typing import TYPE_CHECKING, Any, Final
 
-from minisgl.registry import Registry
+from minisgl.core.registry import Registry
 
 if TYPE_CHECKING:
     from minisgl.models.llama import LlamaForCausalLM

@@ -14,7 +14,7 @@ from minisgl.ops.deferred import finished
 if TYPE_CHECKING:
     from torch import Tensor
 
-    from minisgl.core import Context
+    from minisgl.core.plan import Context
     from minisgl.layers.builder import Builder
     from minisgl.models.model_config import ModelConfig
 

@@ -22,7 +22,7 @@ if TYPE_CHECKING:
 
     from torch import Tensor
 
-    from minisgl.core import Context
+    from minisgl.core.plan import Context
     from minisgl.layers.builder import Builder
     from minisgl.models.model_config import ModelConfig
 

@@ -7,11 +7,11 @@ from typing import TYPE_CHECKING, Any, Final
 
 from minisgl.checkpoint import hf
 from minisgl.checkpoint.quantization import Quantization, read_quantization
-from minisgl.errors import ConfigError
-from minisgl.layout import FULL, WINDOW
+from minisgl.core.errors import ConfigError
+from minisgl.core.layout import FULL, WINDOW
+from minisgl.core.specs import GroupedQuery
 from minisgl.models.families import FAMILIES, MODELS, ExpertFlags, Family
 from minisgl.models.positions import number, read_ropes, read_windows, size
-from minisgl.specs import GroupedQuery
 
 if TYPE_CHECKING:
     from minisgl.distributed.info import DistributedInfo

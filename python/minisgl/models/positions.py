@@ -7,7 +7,7 @@ from collections.abc import Callable, Mapping
 from types import MappingProxyType
 from typing import Any, Final
 
-from minisgl.errors import ConfigError
+from minisgl.core.errors import ConfigError
 from minisgl.layers.rope import ROPE_TYPES, RopeConfig
 
 FULL, SLIDING = "full_attention", "sliding_attention"

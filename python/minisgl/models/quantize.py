@@ -16,7 +16,7 @@ from safetensors.torch import save_file
 from torch import Tensor
 
 from minisgl.checkpoint import hf
-from minisgl.errors import ConfigError
+from minisgl.core.errors import ConfigError
 from minisgl.models.model_config import ModelConfig
 from minisgl.models.weight import FLOATS, PROJECTION, open_all
 from minisgl.ops.quantized import BLOCK, positive, round_fp8, round_int4

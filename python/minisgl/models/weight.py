@@ -26,9 +26,9 @@ from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
 from minisgl.checkpoint import hf
+from minisgl.core.errors import ConfigError
 from minisgl.distributed.communicator import Communicator, SoloCommunicator
 from minisgl.distributed.info import ALONE
-from minisgl.errors import ConfigError
 from minisgl.layers.builder import Builder, Init, Parameter, Source
 from minisgl.models.dequantize import LAYOUTS, Matrix, Stored, dequantized
 from minisgl.models.families import MODELS

@@ -1,4 +1,4 @@
-"""The structures that Python and the C++ step share. Each is declared once, here or in `minisgl.layout`.
+"""The structures that Python and the C++ step share. Each is declared once, here or in `minisgl.core.layout`.
 
 `python -m minisgl.native.abi` writes `cpp/layout.h` from the declarations. The layout version is a checksum of that
 file. A library that was compiled from another version is refused when it is loaded.
@@ -15,7 +15,7 @@ from typing import Any, Final
 
 import numpy as np
 
-from minisgl.layout import HISTORY_HEAD, PAGE_WRITE, PROPOSAL, PROPOSED, ROW, ROW_STATE, SLOT, Flag, fields
+from minisgl.core.layout import HISTORY_HEAD, PAGE_WRITE, PROPOSAL, PROPOSED, ROW, ROW_STATE, SLOT, Flag, fields
 from minisgl.settings.options import MAX_DRAFTS
 
 HEADER: Final = Path(__file__).parent / "cpp" / "layout.h"

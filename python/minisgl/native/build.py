@@ -21,7 +21,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Final
 
-from minisgl.errors import NativeError
+from minisgl.core.errors import NativeError
 from minisgl.process.log import tell
 
 logger = logging.getLogger(__name__)

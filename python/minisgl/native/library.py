@@ -18,7 +18,7 @@ from functools import cache
 from pathlib import Path
 from typing import Final
 
-from minisgl.errors import ConfigError, InvariantError, NativeError
+from minisgl.core.errors import ConfigError, InvariantError, NativeError
 from minisgl.native.build import Target, build_library
 
 _log = logging.getLogger("minisgl.native")

@@ -10,8 +10,8 @@ from typing import TYPE_CHECKING, Final
 import torch
 from torch.nn import functional as F
 
+from minisgl.core.rounding import round_up
 from minisgl.ops.quantized import INT8, Quantized, unpack
-from minisgl.rounding import round_up
 
 if TYPE_CHECKING:
     from collections.abc import Sequence

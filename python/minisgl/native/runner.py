@@ -11,13 +11,13 @@ from typing import TYPE_CHECKING, Any, Final
 import numpy as np
 import torch
 
-from minisgl.core import BatchPlan, StepResult
+from minisgl.core.errors import ConfigError, NativeError
+from minisgl.core.layout import NO_MASKS, NO_PAGE_WRITES, NO_ROW_STATES, SLOT, Flag
+from minisgl.core.plan import BatchPlan, StepResult
 from minisgl.engine.batch import make_sampling
 from minisgl.engine.draft_model import SAMPLED_ALIKE, Eagle3, draft_spec, drafted_rows
 from minisgl.engine.pooling import base_runner
 from minisgl.engine.runner import ForwardOutput
-from minisgl.errors import ConfigError, NativeError
-from minisgl.layout import NO_MASKS, NO_PAGE_WRITES, NO_ROW_STATES, SLOT, Flag
 from minisgl.models.families import FAMILIES
 from minisgl.native.abi import LayerWeights, ModelSpec, StepPlan
 from minisgl.native.library import NativeLibrary, load_native
@@ -31,7 +31,7 @@ if TYPE_CHECKING:
     import numpy.typing as npt
     from torch import Tensor
 
-    from minisgl.core import Ints, Records, Sampling
+    from minisgl.core.plan import Ints, Records, Sampling
     from minisgl.device.device import CpuDevice, Pending
     from minisgl.engine.config import EngineSpec
     from minisgl.engine.draft_model import DraftModel

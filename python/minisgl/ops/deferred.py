@@ -27,9 +27,9 @@ class Deferred:
     """A projection's result [T, N], which `finished` computes, once; `work` is then None.
 
     Only the projection that reads it may take over `work`, which saves a kernel. The kernels that quantize rows
-    (`triton/quantized.py`) take a GEMM's `Products`: they apply scales, bias and activation. The GEMV that follows one
-    or more GEMVs makes them one kernel (`hopper/gemv.py: Chain`). A result that is read after the end of a CUDA graph
-    must be finished inside the graph.
+    (`kernels/triton/quantized.py`) take a GEMM's `Products`: they apply scales, bias and activation. The GEMV that
+    follows one or more GEMVs makes them one kernel (`kernels/hopper/gemv.py: Chain`). A result that is read after the
+    end of a CUDA graph must be finished inside the graph.
     """
 
     def __init__(self, work: Work) -> None:

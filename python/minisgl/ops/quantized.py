@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-from minisgl.rounding import ceil_div
+from minisgl.core.rounding import ceil_div
 
 E4M3: Final = torch.float8_e4m3fn
 E8M0: Final = torch.float8_e8m0fnu

@@ -16,11 +16,11 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
+from minisgl.core.rounding import ceil_div
 from minisgl.ops.quantized import Pages, Quantized, QuantizedPages
-from minisgl.rounding import ceil_div
 
 if TYPE_CHECKING:
-    from minisgl.core import SeqLayout
+    from minisgl.core.plan import SeqLayout
 
 
 def embedding(ids: Tensor, weight: Tensor) -> Tensor:

@@ -13,9 +13,9 @@ from typing import Final
 import torch
 from torch import Tensor
 
-from minisgl.core import StepResult
-from minisgl.layout import MAX_DRAFT_MASKS, ROW, Flag, fields, words
-from minisgl.rounding import ceil_div
+from minisgl.core.layout import MAX_DRAFT_MASKS, ROW, Flag, fields, words
+from minisgl.core.plan import StepResult
+from minisgl.core.rounding import ceil_div
 
 MASK32: Final = 0xFFFFFFFF
 NOISE_CHUNK: Final = 1 << 17  # logits per pass: the int64 noise of one pass stays in L2

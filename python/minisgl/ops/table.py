@@ -8,10 +8,10 @@ from typing import Any, Final
 
 from torch import Tensor
 
+from minisgl.core.registry import Registry
 from minisgl.ops import reference, sampling
 from minisgl.ops.deferred import Result
 from minisgl.ops.quantized import Quantized, Rounding, rounded
-from minisgl.registry import Registry
 
 
 @dataclass(frozen=True, slots=True)
@@ -45,7 +45,7 @@ def _on(device_type: str) -> Callable[[str], str | None]:
 
 # Each alternative is a mapping from names of `OpTable` to its own ops.
 OPS: Final[Registry[Mapping[str, Callable[..., Any]]]] = Registry("op table")
-OPS.add("triton", "minisgl.triton.ops:OPS", supports=_on("cuda"))
+OPS.add("triton", "minisgl.kernels.triton.ops:OPS", supports=_on("cuda"))
 OPS.add("cpu", "minisgl.ops.cpu:OPS", supports=_on("cpu"))
 OPS.add("reference", "minisgl.ops.reference:OPS")
 

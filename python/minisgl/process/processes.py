@@ -25,7 +25,7 @@ from pathlib import Path
 from types import ModuleType
 from typing import Any, Final
 
-from minisgl.errors import ConfigError, MinisglError, RankError, StartupError
+from minisgl.core.errors import ConfigError, MinisglError, RankError, StartupError
 from minisgl.process.log import configure_logging
 
 logger = logging.getLogger(__name__)

@@ -6,15 +6,15 @@ from typing import TYPE_CHECKING, Final
 
 import numpy as np
 
-from minisgl.core import TILE_TOKENS
+from minisgl.core.layout import STATE, Flag
+from minisgl.core.plan import TILE_TOKENS
 from minisgl.kvcache.snapshots import IN_FLIGHT, Reason, Snapshot
 from minisgl.kvcache.tree import common_prefix_len
-from minisgl.layout import STATE, Flag
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Mapping
 
-    from minisgl.core import BatchPlan
+    from minisgl.core.plan import BatchPlan
     from minisgl.kvcache.snapshots import Snapshots
     from minisgl.scheduler.req import Req
     from minisgl.scheduler.rows import Rows

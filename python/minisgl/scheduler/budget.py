@@ -10,13 +10,13 @@ from typing import TYPE_CHECKING, Final
 import numpy as np
 import numpy.typing as npt
 
-from minisgl.core import TILE_TOKENS
-from minisgl.errors import ConfigError
+from minisgl.core.errors import ConfigError
+from minisgl.core.plan import TILE_TOKENS
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
-    from minisgl.core import StepCosts, StepResult
+    from minisgl.core.plan import StepCosts, StepResult
     from minisgl.scheduler.plan import Chunk, StepOutput
     from minisgl.settings.options import SchedulerConfig
 
@@ -34,8 +34,8 @@ QUEUE_S: Final = 0.075
 SYNC_STEP: Final = 8
 STRETCH: Final = 2.0  # if decoding alone takes more than half of the limit, prompts may double the step's time
 # A step that cuts a prompt has whole tiles of TILE_TOKENS, since kernels for other numbers of rows may not be loaded
-# yet (`triton/cublas.py`). If the pace allows three times this number, the budget is a multiple of it: 8B computes
-# 44,500 tokens/s in steps of 3,072, 43,900 in steps of 3,328, and 42,700 in steps of 3,200.
+# yet (`kernels/triton/cublas.py`). If the pace allows three times this number, the budget is a multiple of it: 8B
+# computes 44,500 tokens/s in steps of 3,072, 43,900 in steps of 3,328, and 42,700 in steps of 3,200.
 LARGE_TILE_TOKENS: Final = 512
 SYNC_TILE_TOKENS: Final = 16  # the C++ step needs no whole tiles; fewer tokens would be mostly overhead
 

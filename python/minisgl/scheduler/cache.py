@@ -9,22 +9,22 @@ from typing import TYPE_CHECKING, Final
 
 import numpy as np
 
-from minisgl.errors import ConfigError
+from minisgl.core.errors import ConfigError
+from minisgl.core.layout import FULL, NO_MOVES
+from minisgl.core.message import PrefixesMsg
+from minisgl.core.rounding import ceil_div
 from minisgl.kvcache import create_prefix_cache
 from minisgl.kvcache.base import MatchResult
+from minisgl.kvcache.prefixes import salt_digest
 from minisgl.kvcache.snapshots import IdPool, Reason, Snapshots
 from minisgl.kvcache.tiers import worthwhile_tiers
-from minisgl.layout import FULL, NO_MOVES
-from minisgl.message import PrefixesMsg
-from minisgl.rounding import ceil_div
-from minisgl.routing.prefixes import salt_digest
 from minisgl.scheduler.bounded import BoundedState
 
 if TYPE_CHECKING:
-    from minisgl.core import Ints
+    from minisgl.core.layout import Records
+    from minisgl.core.plan import Ints
     from minisgl.kvcache.arena import Arena
     from minisgl.kvcache.base import CacheHandle
-    from minisgl.layout import Records
     from minisgl.scheduler.budget import LoadBudget
     from minisgl.scheduler.plan import StepEngine
     from minisgl.scheduler.req import Req

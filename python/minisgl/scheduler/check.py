@@ -5,13 +5,13 @@ from __future__ import annotations
 from itertools import chain, pairwise
 from typing import TYPE_CHECKING
 
-from minisgl.errors import InvariantError
-from minisgl.layout import Flag
+from minisgl.core.errors import InvariantError
+from minisgl.core.layout import Flag
 from minisgl.scheduler.plan import decode_flags
 from minisgl.scheduler.req import Status
 
 if TYPE_CHECKING:
-    from minisgl.layout import Records
+    from minisgl.core.layout import Records
     from minisgl.scheduler.drafts import Drafts
     from minisgl.scheduler.req import Req
     from minisgl.scheduler.scheduler import Scheduler

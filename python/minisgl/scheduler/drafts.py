@@ -6,8 +6,7 @@ from typing import TYPE_CHECKING, Final
 
 import numpy as np
 
-from minisgl.core import StepCosts
-from minisgl.layout import (
+from minisgl.core.layout import (
     HISTORY_HEAD,
     MAX_DRAFT_MASKS,
     MAX_DRAFT_TOKENS,
@@ -18,6 +17,7 @@ from minisgl.layout import (
     Flag,
     words,
 )
+from minisgl.core.plan import StepCosts
 from minisgl.scheduler.plan import DraftSlots, Step
 from minisgl.speculative.lookup import MAX_MATCH, MIN_MATCH, look_up
 
@@ -26,8 +26,8 @@ if TYPE_CHECKING:
 
     import numpy.typing as npt
 
-    from minisgl.core import BatchPlan, Ints, StepResult
-    from minisgl.layout import Records
+    from minisgl.core.layout import Records
+    from minisgl.core.plan import BatchPlan, Ints, StepResult
     from minisgl.scheduler.cache import CacheManager
     from minisgl.scheduler.plan import StepEngine
     from minisgl.scheduler.req import Req

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from minisgl.core import FinishReason
-from minisgl.errors import RequestError
-from minisgl.message import Failure, Finished
+from minisgl.core.errors import RequestError
+from minisgl.core.message import Failure, Finished
+from minisgl.core.plan import FinishReason
 
 if TYPE_CHECKING:
     from minisgl.scheduler.req import Req

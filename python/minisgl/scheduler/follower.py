@@ -14,11 +14,11 @@ import numpy as np
 import torch
 
 from minisgl.checkpoint import hf
-from minisgl.core import BatchPlan
+from minisgl.core.errors import InvariantError
+from minisgl.core.plan import BatchPlan
+from minisgl.core.rounding import ceil_div
 from minisgl.distributed.control import Digest
 from minisgl.distributed.group import Group, meet
-from minisgl.errors import InvariantError
-from minisgl.rounding import ceil_div
 from minisgl.settings.sources import is_check_mode
 
 if TYPE_CHECKING:

@@ -14,16 +14,16 @@ from typing import TYPE_CHECKING, Final
 
 import numpy as np
 
-from minisgl.errors import RequestError
-from minisgl.layout import NO_MASKS, Flag
+from minisgl.core.errors import RequestError
+from minisgl.core.layout import NO_MASKS, Flag
 from minisgl.scheduler.req import Status
 
 if TYPE_CHECKING:
-    from minisgl.core import BatchPlan, Ints
+    from minisgl.core.params import Grammar
+    from minisgl.core.plan import BatchPlan, Ints
     from minisgl.distributed.control import PlanBus
     from minisgl.grammar.compiler import TokenMatcher
     from minisgl.grammar.trial import TriedCompiler
-    from minisgl.params import Grammar
     from minisgl.scheduler.plan import Launched
     from minisgl.scheduler.req import Req
     from minisgl.scheduler.rows import Index, Rows

@@ -8,8 +8,8 @@ from typing import TYPE_CHECKING, Final, Protocol
 import msgspec
 import numpy as np
 
-from minisgl.layout import NO_INTS, Flag
-from minisgl.message import (
+from minisgl.core.layout import NO_INTS, Flag
+from minisgl.core.message import (
     CONTEXT_TOKENS,
     BackendMsg,
     DetokenizeMsg,
@@ -23,13 +23,13 @@ from minisgl.message import (
     TokenizerMsg,
     ids_to_bytes,
 )
-from minisgl.params import MAX_LOGPROBS
+from minisgl.core.params import MAX_LOGPROBS
 from minisgl.process.queues import Codec, ZmqPullQueue, ZmqPushQueue
 
 if TYPE_CHECKING:
     import numpy.typing as npt
 
-    from minisgl.core import Ints, Records
+    from minisgl.core.plan import Ints, Records
     from minisgl.scheduler.req import Req
     from minisgl.scheduler.rows import Rows
 

@@ -9,8 +9,7 @@ from typing import TYPE_CHECKING, Final, Protocol
 
 import numpy as np
 
-from minisgl.core import BatchPlan
-from minisgl.layout import (
+from minisgl.core.layout import (
     COPY,
     NO_COPIES,
     NO_INTS,
@@ -29,16 +28,17 @@ from minisgl.layout import (
     fields,
     words,
 )
+from minisgl.core.plan import BatchPlan
 
 if TYPE_CHECKING:
     import numpy.typing as npt
 
-    from minisgl.core import StepCosts, StepResult
+    from minisgl.core.layout import Ints, Records
+    from minisgl.core.params import Limits
+    from minisgl.core.plan import StepCosts, StepResult
     from minisgl.kvcache.arena import Blocks
     from minisgl.kvcache.snapshots import Bounded
     from minisgl.kvcache.tiers import TierSpec
-    from minisgl.layout import Ints, Records
-    from minisgl.params import Limits
     from minisgl.scheduler.req import Req
     from minisgl.scheduler.rows import Index, Rows
 

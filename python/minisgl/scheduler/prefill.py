@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Final
 
 import numpy as np
 
-from minisgl.layout import FULL
+from minisgl.core.layout import FULL
 from minisgl.scheduler.plan import Chunk
 from minisgl.scheduler.req import Req, Status
 

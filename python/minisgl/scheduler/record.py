@@ -1,4 +1,4 @@
-"""Writes down what passes a scheduler's ports, for `minisgl replay` (`replay.py`).
+"""Writes down what passes a scheduler's ports, for `minisgl replay` (`tools/replay.py`).
 
 The ports are the channels (messages in, replies out), the engine (plans in, results out), the grammars and the clock.
 Plans follow from messages, results, grammars and the time alone, so a plan is kept as a checksum. A file is a `Header`
@@ -24,20 +24,20 @@ from typing import TYPE_CHECKING, Any
 import msgspec
 import numpy as np
 
-from minisgl.core import StepCosts
-from minisgl.errors import ConfigError, RequestError
+from minisgl.core.errors import ConfigError, RequestError
+from minisgl.core.layout import Flag, as_words
+from minisgl.core.message import BackendMsg, DetokenizeMsg, ExitMsg, Failure, UserMsg, ids_from_bytes, ids_to_bytes
+from minisgl.core.params import Limits
+from minisgl.core.plan import StepCosts
 from minisgl.kvcache.arena import Blocks
 from minisgl.kvcache.snapshots import Bounded
 from minisgl.kvcache.tiers import TierSpec
-from minisgl.layout import Flag, as_words
-from minisgl.message import BackendMsg, DetokenizeMsg, ExitMsg, Failure, UserMsg, ids_from_bytes, ids_to_bytes
-from minisgl.params import Limits
 from minisgl.scheduler.grammars import Grammars
 from minisgl.scheduler.scheduler import Scheduler
 from minisgl.settings.options import EngineConfig, SchedulerConfig
 
 if TYPE_CHECKING:
-    from minisgl.core import BatchPlan, Ints, StepResult
+    from minisgl.core.plan import BatchPlan, Ints, StepResult
     from minisgl.distributed.control import PlanBus
     from minisgl.scheduler.io import SchedulerIO
     from minisgl.scheduler.plan import StepEngine

@@ -8,17 +8,17 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from minisgl.errors import RequestError
-from minisgl.message import UserMsg, ids_from_bytes
-from minisgl.params import validate_prompt, validate_sampling
+from minisgl.core.errors import RequestError
+from minisgl.core.message import UserMsg, ids_from_bytes
+from minisgl.core.params import validate_prompt, validate_sampling
 
 if TYPE_CHECKING:
     from collections.abc import Callable
 
-    from minisgl.core import Ints
+    from minisgl.core.params import Limits, SamplingParams
+    from minisgl.core.plan import Ints
     from minisgl.grammar.compiler import TokenMatcher
     from minisgl.kvcache.snapshots import Reason, Snapshot
-    from minisgl.params import Limits, SamplingParams
     from minisgl.settings.options import SchedulerConfig
 
 
@@ -112,8 +112,8 @@ class Admission:
     """Turns messages into requests, in order of arrival, or refuses them.
 
     Sampling parameters and prompts were validated before, and are again, since the engine must never see others
-    (`params.py`). Two limits are known here only: the queue's, and `pool_tokens`, the capacity of the whole KV pool,
-    which a single request must not exceed.
+    (`core/params.py`). Two limits are known here only: the queue's, and `pool_tokens`, the capacity of the whole KV
+    pool, which a single request must not exceed.
     """
 
     def __init__(self, config: SchedulerConfig, limits: Limits, pool_tokens: int) -> None:

@@ -7,13 +7,13 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
-from minisgl.core import BatchPlan
+from minisgl.core.plan import BatchPlan
 from minisgl.scheduler.plan import RowWrites, decode_flags
 
 if TYPE_CHECKING:
     import numpy.typing as npt
 
-    from minisgl.core import Ints
+    from minisgl.core.plan import Ints
     from minisgl.scheduler.req import Req
 
     Index = npt.NDArray[np.intp]

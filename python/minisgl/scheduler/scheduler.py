@@ -23,12 +23,9 @@ from typing import TYPE_CHECKING, Final
 
 import numpy as np
 
-from minisgl.distributed.control import PlanBus
-from minisgl.errors import ConfigError, InvariantError, RequestError
-from minisgl.kvcache.arena import Arena
-from minisgl.kvcache.snapshots import IdPool
-from minisgl.layout import NO_INTS
-from minisgl.message import (
+from minisgl.core.errors import ConfigError, InvariantError, RequestError
+from minisgl.core.layout import NO_INTS
+from minisgl.core.message import (
     AbortMsg,
     BackendMsg,
     ExitMsg,
@@ -38,6 +35,9 @@ from minisgl.message import (
     UserMsg,
     ViewMsg,
 )
+from minisgl.distributed.control import PlanBus
+from minisgl.kvcache.arena import Arena
+from minisgl.kvcache.snapshots import IdPool
 from minisgl.scheduler import endings
 from minisgl.scheduler.budget import LoadBudget, Pace, StepClock
 from minisgl.scheduler.cache import CacheManager
@@ -56,7 +56,7 @@ from minisgl.settings.sources import is_check_mode, is_overlap_disabled
 if TYPE_CHECKING:
     from collections.abc import Callable
 
-    from minisgl.core import Ints, StepResult
+    from minisgl.core.plan import Ints, StepResult
     from minisgl.distributed.group import Group
     from minisgl.scheduler.io import SchedulerIO
     from minisgl.scheduler.plan import StepEngine, Wave

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections import deque
 from typing import TYPE_CHECKING, Final
 
-from minisgl.message import EngineView, NodeView, RequestView, StatsMsg, StepView, TierView, ids_to_bytes
+from minisgl.core.message import EngineView, NodeView, RequestView, StatsMsg, StepView, TierView, ids_to_bytes
 
 if TYPE_CHECKING:
     from minisgl.kvcache.tree import Node

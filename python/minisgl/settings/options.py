@@ -19,7 +19,7 @@ from os import PathLike
 from pathlib import Path
 from typing import Any, Final, TypeVar, get_args, get_type_hints
 
-from minisgl.errors import ConfigError, did_you_mean, is_unicode
+from minisgl.core.errors import ConfigError, did_you_mean, is_unicode
 from minisgl.settings.foreign import asks_nothing, sentence_for
 
 T = TypeVar("T")

@@ -22,7 +22,7 @@ from collections.abc import Iterable, Iterator
 from pathlib import Path
 from typing import Any, Final, NoReturn
 
-from minisgl.errors import ConfigError, MinisglError, did_you_mean, near_miss
+from minisgl.core.errors import ConfigError, MinisglError, did_you_mean, near_miss
 from minisgl.settings.foreign import asks_nothing, foreign, sentence_for
 from minisgl.settings.options import (
     COMMON,

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Final, Protocol
 
-from minisgl.registry import Registry
+from minisgl.core.registry import Registry
 
 if TYPE_CHECKING:
     from collections.abc import Callable

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Final
 import torch
 
 from minisgl.checkpoint import hf
-from minisgl.errors import ConfigError
+from minisgl.core.errors import ConfigError
 from minisgl.layers.linear import Linear, RMSNorm, Stream
 from minisgl.models.attention import Attention
 from minisgl.models.llama import rope_tables
@@ -19,7 +19,7 @@ from minisgl.ops.deferred import finished
 if TYPE_CHECKING:
     from torch import Tensor
 
-    from minisgl.core import Context
+    from minisgl.core.plan import Context
     from minisgl.device.device import Device
     from minisgl.layers.builder import Builder
     from minisgl.speculative.source import DraftSource

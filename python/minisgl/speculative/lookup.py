@@ -6,11 +6,11 @@ from typing import TYPE_CHECKING, Final
 
 import numpy as np
 
-from minisgl.layout import NO_INTS
+from minisgl.core.layout import NO_INTS
 from minisgl.settings.options import MAX_DRAFTS
 
 if TYPE_CHECKING:
-    from minisgl.layout import Ints
+    from minisgl.core.layout import Ints
 
 MIN_MATCH: Final = 2  # tokens that must match
 MAX_MATCH: Final = 4  # tokens beyond which a longer match is no better than a more recent one

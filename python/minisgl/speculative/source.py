@@ -8,7 +8,7 @@ from typing import Any, Final
 
 from minisgl.checkpoint import hf
 from minisgl.checkpoint.embedder import read_embedder
-from minisgl.errors import ConfigError
+from minisgl.core.errors import ConfigError
 from minisgl.models.model_config import ModelConfig
 
 HEAD_ARCHITECTURE: Final = "LlamaForCausalLMEagle3"

@@ -12,8 +12,7 @@ import msgspec
 import numpy as np
 from tokenizers import Tokenizer
 
-from minisgl.core import FinishReason
-from minisgl.message import (
+from minisgl.core.message import (
     CONTEXT_TOKENS,
     DetokenizeMsg,
     Failure,
@@ -24,7 +23,8 @@ from minisgl.message import (
     UserReply,
     ids_from_bytes,
 )
-from minisgl.params import SamplingParams
+from minisgl.core.params import SamplingParams
+from minisgl.core.plan import FinishReason
 from minisgl.tokenizer.text import StopMatcher, TextDecoder, TokenBytes
 
 logger = logging.getLogger(__name__)

@@ -9,7 +9,7 @@ from typing import Any, Final
 from tokenizers import AddedToken, Tokenizer
 
 from minisgl.checkpoint import hf
-from minisgl.errors import ConfigError
+from minisgl.core.errors import ConfigError
 
 NAMES: Final = ("bos_token", "eos_token", "unk_token", "sep_token", "pad_token", "cls_token", "mask_token")
 # Model types whose folders may say LlamaTokenizer although tokenizer.json is meant.

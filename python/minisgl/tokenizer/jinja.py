@@ -15,7 +15,7 @@ from jinja2.meta import find_undeclared_variables
 from jinja2.parser import Parser
 from jinja2.sandbox import ImmutableSandboxedEnvironment
 
-from minisgl.errors import RequestError
+from minisgl.core.errors import RequestError
 
 MAX_RENDERED_CHARS: Final = 16 * 1024 * 1024
 MAX_RENDER_SECONDS: Final = 5.0

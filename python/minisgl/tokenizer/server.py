@@ -9,9 +9,8 @@ from typing import Final
 
 import msgspec
 
-from minisgl.core import FinishReason
-from minisgl.errors import RequestError
-from minisgl.message import (
+from minisgl.core.errors import RequestError
+from minisgl.core.message import (
     AbortMsg,
     BackendMsg,
     ConversionReply,
@@ -30,7 +29,8 @@ from minisgl.message import (
     ids_from_bytes,
     ids_to_bytes,
 )
-from minisgl.params import Limits
+from minisgl.core.params import Limits
+from minisgl.core.plan import FinishReason
 from minisgl.process.processes import Ready
 from minisgl.process.queues import Codec, ZmqPullQueue, ZmqPushQueue
 from minisgl.tokenizer.detokenize import DetokenizeManager

@@ -11,7 +11,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Final
 
-from minisgl.errors import RequestError
+from minisgl.core.errors import RequestError
 from minisgl.tokenizer.folder import read_settings, special_names
 from minisgl.tokenizer.jinja import compile_template, fill_in
 from minisgl.tokenizer.reading import Reading

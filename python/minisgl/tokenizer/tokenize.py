@@ -11,14 +11,14 @@ import numpy as np
 
 from minisgl.checkpoint import hf
 from minisgl.checkpoint.embedder import read_embedder
-from minisgl.errors import ConfigError, RequestError, is_unicode
-from minisgl.message import DecodeMsg, EncodeMsg, TokenizeMsg, ids_from_bytes
-from minisgl.params import Limits, SamplingParams, too_long, validate_prompt
+from minisgl.core.errors import ConfigError, RequestError, is_unicode
+from minisgl.core.message import DecodeMsg, EncodeMsg, TokenizeMsg, ids_from_bytes
+from minisgl.core.params import Limits, SamplingParams, too_long, validate_prompt
 from minisgl.tokenizer.folder import load_tokenizer
 from minisgl.tokenizer.template import ChatTemplate
 
 if TYPE_CHECKING:
-    from minisgl.core import Ints
+    from minisgl.core.plan import Ints
 
 EXACT_CHARS: Final = 256 * 1024  # up to this length, the tokens of a prompt that is too long are counted exactly
 PIECE_CHARS: Final = 64 * 1024

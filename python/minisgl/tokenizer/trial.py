@@ -18,7 +18,7 @@ import msgspec
 from jinja2 import Template
 from msgspec.structs import replace
 
-from minisgl.errors import RequestError
+from minisgl.core.errors import RequestError
 from minisgl.process.trials import TrialLimits, Trials, serve
 from minisgl.tokenizer.folder import NAMES
 from minisgl.tokenizer.jinja import compile_template, fill_in

@@ -13,7 +13,7 @@ from starlette.routing import Route
 from e2e.test_fields import PLACES
 from minisgl.api.app import create_app, served_routes
 from minisgl.api.requests import SamplingDefaults, ServedModel
-from minisgl.params import Limits
+from minisgl.core.params import Limits
 from minisgl.settings.options import ServerArgs
 
 MODEL = ServedModel("m", Limits(max_model_len=100, vocab_size=50), SamplingDefaults())

@@ -16,8 +16,8 @@ from minisgl.api.parsers.output import OutputForms, _with_text
 from minisgl.api.parsers.pieces import ParsedCall
 from minisgl.api.protocol import ChatCompletionRequest, MessagesRequest, ResponsesRequest
 from minisgl.api.requests import SamplingDefaults, ServedModel
-from minisgl.errors import RequestError
-from minisgl.params import Limits
+from minisgl.core.errors import RequestError
+from minisgl.core.params import Limits
 from minisgl.settings.options import ServerArgs
 from minisgl.tokenizer.reading import Reading
 from minisgl.tokenizer.template import ChatTemplate

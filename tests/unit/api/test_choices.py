@@ -14,10 +14,10 @@ from minisgl.api.openai import OpenAIRenderer
 from minisgl.api.protocol import CompletionRequest, StreamOptions
 from minisgl.api.requests import MAX_ANSWER_BYTES, num_choices, require_answer_fits, with_choices
 from minisgl.api.responses import DONE, usage_of
-from minisgl.core import FinishReason
-from minisgl.errors import RequestError
-from minisgl.message import TokenizeMsg, UserReply
-from minisgl.params import Limits, SamplingParams, choice_params
+from minisgl.core.errors import RequestError
+from minisgl.core.message import TokenizeMsg, UserReply
+from minisgl.core.params import Limits, SamplingParams, choice_params
+from minisgl.core.plan import FinishReason
 from minisgl.scheduler.req import Req
 
 MAX_CHOICES = 128

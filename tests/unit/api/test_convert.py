@@ -8,7 +8,7 @@ from minisgl.api.operations import encode_message
 from minisgl.api.protocol import ChatCompletionRequest, ChatMessage, TokenizeRequest
 from minisgl.api.requests import SamplingDefaults, chat_message
 from minisgl.checkpoint.hf import BUILTIN_MODEL
-from minisgl.message import (
+from minisgl.core.message import (
     ConversionReply,
     DecodeMsg,
     EncodeMsg,
@@ -18,7 +18,7 @@ from minisgl.message import (
     ids_from_bytes,
     ids_to_bytes,
 )
-from minisgl.params import Limits, SamplingParams
+from minisgl.core.params import Limits, SamplingParams
 from minisgl.tokenizer.server import Worker
 from minisgl.tokenizer.tokenize import TokenizeManager
 

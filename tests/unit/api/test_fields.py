@@ -38,8 +38,8 @@ from minisgl.api.protocol import (
     ResponsesRequest,
 )
 from minisgl.api.requests import SamplingDefaults
-from minisgl.errors import RequestError
-from minisgl.params import Limits
+from minisgl.core.errors import RequestError
+from minisgl.core.params import Limits
 from support.bodies import parse_body
 
 PAGE = Path(__file__).parents[3] / "docs" / "api.md"

@@ -15,9 +15,8 @@ from minisgl.api import dispatch as dispatch_module
 from minisgl.api.frontend import ClientGoneError, FrontendManager, Timeline
 from minisgl.api.metrics import Metrics
 from minisgl.api.responses import AT_ONCE, GenerationResponse, Renderer
-from minisgl.core import FinishReason
-from minisgl.errors import RequestError
-from minisgl.message import (
+from minisgl.core.errors import RequestError
+from minisgl.core.message import (
     AbortMsg,
     ConversionReply,
     DetokenizerStatsMsg,
@@ -31,7 +30,8 @@ from minisgl.message import (
     ids_from_bytes,
     ids_to_bytes,
 )
-from minisgl.params import Limits, SamplingParams
+from minisgl.core.params import Limits, SamplingParams
+from minisgl.core.plan import FinishReason
 from minisgl.process.queues import Codec, ZmqPullQueue, ZmqPushQueue
 from minisgl.settings.options import ServerArgs
 from support.processes import PATIENCE_S

@@ -15,8 +15,8 @@ from starlette.testclient import TestClient
 from minisgl.api.app import create_app
 from minisgl.api.gate import Access, Gate
 from minisgl.api.requests import SamplingDefaults, ServedModel
-from minisgl.errors import ConfigError
-from minisgl.params import Limits
+from minisgl.core.errors import ConfigError
+from minisgl.core.params import Limits
 from minisgl.settings.options import ServerArgs
 
 

@@ -10,7 +10,7 @@ import pytest
 from starlette.requests import Request
 
 from minisgl.api import http
-from minisgl.errors import RequestError
+from minisgl.core.errors import RequestError
 from minisgl.settings.options import ServerArgs
 
 

@@ -12,9 +12,9 @@ from prometheus_client.parser import text_string_to_metric_families as read_text
 
 from minisgl.api import metrics
 from minisgl.api.metrics import Metrics
-from minisgl.core import FinishReason
-from minisgl.message import StatsMsg, TierView
-from minisgl.routing.router import Router
+from minisgl.api.router import Router
+from minisgl.core.message import StatsMsg, TierView
+from minisgl.core.plan import FinishReason
 
 
 def router_with(stats: StatsMsg) -> Router:

@@ -22,10 +22,10 @@ from minisgl.api.parsers.reasoning import REASONING_FORMS, ReasoningParser
 from minisgl.api.parsers.tools import TOOL_FORMS, ToolParser
 from minisgl.api.protocol import ChatCompletionRequest, StreamOptions
 from minisgl.checkpoint.hf import BUILTIN_MODEL
-from minisgl.core import FinishReason
+from minisgl.core.message import TokenizeMsg, UserReply
+from minisgl.core.params import Grammar, SamplingParams
+from minisgl.core.plan import FinishReason
 from minisgl.launch.launch import banner, check_model
-from minisgl.message import TokenizeMsg, UserReply
-from minisgl.params import Grammar, SamplingParams
 from minisgl.settings.options import ServerArgs, options_of
 from minisgl.settings.sources import parse_args
 from minisgl.tokenizer.template import ChatTemplate

@@ -8,7 +8,7 @@ from starlette.routing import Route
 from minisgl.api.app import create_app
 from minisgl.api.requests import SamplingDefaults, ServedModel
 from minisgl.api.routes import ELSEWHERE, unknown_path
-from minisgl.params import Limits
+from minisgl.core.params import Limits
 from minisgl.settings.options import ServerArgs
 
 APP = create_app(ServerArgs(), ServedModel("m", Limits(max_model_len=100, vocab_size=50), SamplingDefaults()))

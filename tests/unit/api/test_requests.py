@@ -12,9 +12,9 @@ import pytest
 from minisgl.api.generate import generate_messages
 from minisgl.api.protocol import ChatCompletionRequest, CompletionRequest, GenerateRequest
 from minisgl.api.requests import SamplingDefaults, chat_message, completion_messages
-from minisgl.errors import RequestError
-from minisgl.message import TokenizeMsg
-from minisgl.params import Limits
+from minisgl.core.errors import RequestError
+from minisgl.core.message import TokenizeMsg
+from minisgl.core.params import Limits
 from support.bodies import parse_body
 
 LIMITS = Limits(max_model_len=100, vocab_size=50)

@@ -10,7 +10,7 @@ import pytest
 from minisgl.api.fields import ALIASES
 from minisgl.api.protocol import ChatCompletionRequest
 from minisgl.api.structured import forced_functions, requested_grammar
-from minisgl.errors import RequestError
+from minisgl.core.errors import RequestError
 from support.bodies import parse_body
 
 SCHEMA = {"type": "object", "properties": {"a": {"type": "integer"}}}

@@ -11,10 +11,10 @@ import torch
 
 from minisgl.attention.backend import Attention, AttentionBackend, AttentionSpec, ReferenceAttention
 from minisgl.attention.selection import ATTENTION, Requirements, resolve_attention
-from minisgl.errors import ConfigError
+from minisgl.core.errors import ConfigError
+from minisgl.core.registry import Registry
+from minisgl.core.specs import GroupedQuery
 from minisgl.ops.table import resolve_ops
-from minisgl.registry import Registry
-from minisgl.specs import GroupedQuery
 
 KIND = GroupedQuery(16, 8, 128, 1.0)
 SPEC = AttentionSpec("cuda", torch.bfloat16, KIND, 128)

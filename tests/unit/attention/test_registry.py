@@ -8,12 +8,12 @@ import torch
 
 from minisgl.attention.backend import AttentionSpec
 from minisgl.attention.selection import Requirements, resolve_attention
-from minisgl.core import StepShape
+from minisgl.core.errors import ConfigError
+from minisgl.core.layout import SLOT, Flag
+from minisgl.core.plan import StepShape
+from minisgl.core.specs import GroupedQuery
 from minisgl.engine.batch import step_shape
-from minisgl.errors import ConfigError
-from minisgl.layout import SLOT, Flag
 from minisgl.ops.table import resolve_ops
-from minisgl.specs import GroupedQuery
 
 
 def resolve(choice: str) -> str:

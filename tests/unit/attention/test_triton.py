@@ -6,7 +6,7 @@ import torch
 
 from minisgl.attention.backend import AttentionSpec
 from minisgl.attention.selection import ATTENTION
-from minisgl.specs import GroupedQuery
+from minisgl.core.specs import GroupedQuery
 
 
 def spec(device: str = "cuda", dtype: torch.dtype = torch.bfloat16, head_dim: int = 128) -> AttentionSpec:

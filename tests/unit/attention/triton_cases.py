@@ -12,15 +12,15 @@ from contract.harness import Span, make_batch
 from contract.test_attention import give_back, setting
 from minisgl.attention.backend import AttentionSpec
 from minisgl.attention.triton import TritonAttention
-from minisgl.core import Batch, SeqLayout, StepShape
+from minisgl.core.layout import Flag
+from minisgl.core.plan import Batch, SeqLayout, StepShape
+from minisgl.core.specs import GroupedQuery
 from minisgl.engine.batch import step_shape
-from minisgl.layout import Flag
+from minisgl.kernels.triton.norm import norm_rope_store
 from minisgl.ops import reference
 from minisgl.ops.quantized import QuantizedPages, round_fp8
 from minisgl.ops.reference import HeadTransform
 from minisgl.ops.table import OpTable
-from minisgl.specs import GroupedQuery
-from minisgl.triton.norm import norm_rope_store
 
 Mix = list[tuple[int, int]]
 TOLERANCE = {torch.float32: 1e-5, torch.float16: 1e-3, torch.bfloat16: 6e-3}  # of the norm of one sequence's output

@@ -9,9 +9,9 @@ import sys
 
 import pytest
 
-from minisgl.bench.load import LoadGenerator, Record, Window, summarize
-from minisgl.bench.traffic import OnlineArgs, Request
-from minisgl.errors import ConfigError
+from minisgl.core.errors import ConfigError
+from minisgl.tools.bench.load import LoadGenerator, Record, Window, summarize
+from minisgl.tools.bench.traffic import OnlineArgs, Request
 from support.processes import PATIENCE_S
 
 EVENT = b'data: {"choices":[{"index":0,"text":"data: \\n\\n"}],"usage":null}\n\n'
@@ -134,5 +134,5 @@ def test_metrics_of_complete_requests_and_bursts() -> None:
 
 
 def test_the_load_generator_needs_no_torch() -> None:
-    code = "import sys, minisgl.__main__, minisgl.bench.online; sys.exit('torch' in sys.modules)"
+    code = "import sys, minisgl.__main__, minisgl.tools.bench.online; sys.exit('torch' in sys.modules)"
     assert subprocess.run([sys.executable, "-c", code], check=False).returncode == 0

@@ -8,14 +8,14 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from minisgl.bench.command import add_offline, bench_args
-from minisgl.bench.offline import TokenClock
-from minisgl.bench.online import server_flags
-from minisgl.bench.report import format_table, percentiles_ms, spread, write_json
-from minisgl.bench.workloads import OfflineArgs
-from minisgl.errors import ConfigError
-from minisgl.message import DetokenizeMsg
+from minisgl.core.errors import ConfigError
+from minisgl.core.message import DetokenizeMsg
 from minisgl.settings.sources import parse_args
+from minisgl.tools.bench.command import add_offline, bench_args
+from minisgl.tools.bench.offline import TokenClock
+from minisgl.tools.bench.online import server_flags
+from minisgl.tools.bench.report import format_table, percentiles_ms, spread, write_json
+from minisgl.tools.bench.workloads import OfflineArgs
 
 
 def test_percentiles() -> None:

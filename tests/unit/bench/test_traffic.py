@@ -8,7 +8,8 @@ from typing import Any
 
 import pytest
 
-from minisgl.bench.traffic import (
+from minisgl.core.errors import ConfigError
+from minisgl.tools.bench.traffic import (
     BLOCK,
     SHAREGPT_IN,
     SHAREGPT_OUT,
@@ -21,7 +22,6 @@ from minisgl.bench.traffic import (
     read_trace,
     trace_requests,
 )
-from minisgl.errors import ConfigError
 
 ANY = Range(1, 10**6)
 

@@ -7,11 +7,11 @@ from pathlib import Path
 
 import pytest
 
-from minisgl.bench.shapes import SHAPES, shape_options
-from minisgl.bench.workloads import WORKLOADS, OfflineArgs, Workload, make_workloads
-from minisgl.errors import ConfigError
+from minisgl.core.errors import ConfigError
 from minisgl.models.model_config import ModelConfig
 from minisgl.tokenizer.tokenize import TokenizeManager
+from minisgl.tools.bench.shapes import SHAPES, shape_options
+from minisgl.tools.bench.workloads import WORKLOADS, OfflineArgs, Workload, make_workloads
 
 
 def make_workload(name: str, vocab_size: int, **sizes: int) -> Workload:

@@ -11,10 +11,10 @@ from typing import Any
 
 import pytest
 
-from minisgl.chat.client import ChatClient, Delta, ServerError, running_server
-from minisgl.chat.shell import Shell, chat_with_url, tree_lines
-from minisgl.chat.terminal import WordWrap
-from minisgl.errors import ConfigError, StartupError
+from minisgl.core.errors import ConfigError, StartupError
+from minisgl.tools.chat.client import ChatClient, Delta, ServerError, running_server
+from minisgl.tools.chat.shell import Shell, chat_with_url, tree_lines
+from minisgl.tools.chat.terminal import WordWrap
 
 
 class FakeClient(ChatClient):
@@ -268,7 +268,7 @@ def test_a_server_that_refuses_is_named(capsys: pytest.CaptureFixture[str]) -> N
 def test_a_server_that_starts_is_waited_for(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    monkeypatch.setattr("minisgl.chat.client.NOTICE_S", 0.01)
+    monkeypatch.setattr("minisgl.tools.chat.client.NOTICE_S", 0.01)
     with HTTPServer(("127.0.0.1", 0), ModelInfo) as server:  # listens, but does not answer yet
         url = f"http://127.0.0.1:{server.server_port}"
         begins = threading.Timer(0.5, server.handle_request)

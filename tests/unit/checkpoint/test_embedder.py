@@ -10,7 +10,7 @@ import pytest
 
 from minisgl.checkpoint.embedder import Embedder, decoder_config, read_embedder
 from minisgl.checkpoint.hf import BUILTIN_MODEL
-from minisgl.errors import ConfigError
+from minisgl.core.errors import ConfigError
 from support.embedding_models import write_modules
 
 

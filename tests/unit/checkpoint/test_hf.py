@@ -12,7 +12,7 @@ import pytest
 
 from minisgl.checkpoint import hf
 from minisgl.checkpoint.quantization import Quantization, read_quantization
-from minisgl.errors import ConfigError
+from minisgl.core.errors import ConfigError
 
 
 def write(folder: Path, name: str, value: Any) -> None:

@@ -11,12 +11,12 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from minisgl.core import BatchPlan, StepResult
+from minisgl.core.errors import ConfigError, InvariantError, RankError
+from minisgl.core.layout import SLOT, Flag
+from minisgl.core.params import Limits
+from minisgl.core.plan import BatchPlan, StepResult
 from minisgl.distributed.group import Group, meet
 from minisgl.distributed.info import DistributedInfo, Rendezvous
-from minisgl.errors import ConfigError, InvariantError, RankError
-from minisgl.layout import SLOT, Flag
-from minisgl.params import Limits
 from minisgl.scheduler.follower import replay
 from minisgl.settings.options import EngineConfig
 from support.processes import PATIENCE_S, eventually

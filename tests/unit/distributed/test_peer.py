@@ -7,10 +7,10 @@ import torch
 
 pytest.importorskip("triton")
 
+from minisgl.core.errors import ConfigError
 from minisgl.distributed.communicator import SoloCommunicator
 from minisgl.distributed.info import ALONE
 from minisgl.distributed.peer import Choice, PeerAllReduce, choices
-from minisgl.errors import ConfigError
 
 
 def test_fastest_algorithm_is_chosen_for_each_size():

@@ -6,11 +6,11 @@ import pytest
 import torch
 
 from contract.sampling import check_candidates, make_state
+from minisgl.core.errors import ConfigError
 from minisgl.distributed.communicator import Communicator, SoloCommunicator
 from minisgl.distributed.info import DistributedInfo
 from minisgl.distributed.tensor_parallel import VocabParallel
 from minisgl.engine.memory import require_even
-from minisgl.errors import ConfigError
 from minisgl.layers.builder import Builder, Source
 from minisgl.layers.linear import Linear
 from minisgl.models.weight import fill_dummy

@@ -9,9 +9,9 @@ import pytest
 import torch
 
 from minisgl import LLM, SamplingParams
+from minisgl.core.layout import NO_MASKS, Flag
 from minisgl.device.device import CpuDevice
 from minisgl.engine.state import LogitPenalties
-from minisgl.layout import NO_MASKS, Flag
 from minisgl.ops.sampling import apply_penalties, count_tokens
 from minisgl.scheduler.plan import penalty_record
 from minisgl.scheduler.req import Req

@@ -12,7 +12,7 @@ import numpy as np
 import pytest
 
 from minisgl import LLM
-from minisgl.core import DRAFT_CONTEXT, BatchPlan, StepCosts
+from minisgl.core.plan import DRAFT_CONTEXT, BatchPlan, StepCosts
 from minisgl.device.device import CpuDevice, Device
 from minisgl.engine import costs as measured
 from minisgl.engine.config import resolve

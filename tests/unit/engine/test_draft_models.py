@@ -18,7 +18,10 @@ from safetensors.torch import save_file
 from torch import Tensor
 from torch.nn import functional as F
 
-from minisgl.core import BatchPlan, StepCosts
+from minisgl.core.errors import ConfigError
+from minisgl.core.layout import SLOT, Flag
+from minisgl.core.params import SamplingParams
+from minisgl.core.plan import BatchPlan, StepCosts
 from minisgl.device.device import CpuDevice
 from minisgl.engine.batch import make_batch
 from minisgl.engine.config import resolve
@@ -27,12 +30,9 @@ from minisgl.engine.drafting import Drafting
 from minisgl.engine.engine import Engine
 from minisgl.engine.fit import check_fit
 from minisgl.engine.trial import spread_plan
-from minisgl.errors import ConfigError
-from minisgl.layout import SLOT, Flag
 from minisgl.models.llama import LlamaModel
 from minisgl.native.runner import NativeModel, NativeRunner
 from minisgl.ops.quantized import INT8
-from minisgl.params import SamplingParams
 from minisgl.scheduler.drafts import DEVICE, HOST, Drafts
 from minisgl.settings.options import EngineConfig, build_config
 from support.embedding_models import write_modules

@@ -12,14 +12,14 @@ import numpy as np
 import pytest
 import torch
 
+from minisgl.core.errors import ConfigError
+from minisgl.core.layout import PROPOSED
+from minisgl.core.message import AbortMsg, UserMsg, ids_from_bytes, ids_to_bytes
+from minisgl.core.params import Grammar, SamplingParams
 from minisgl.device.device import CpuDevice, Device
 from minisgl.engine.config import resolve
 from minisgl.engine.engine import Engine
-from minisgl.errors import ConfigError
-from minisgl.layout import PROPOSED
-from minisgl.message import AbortMsg, UserMsg, ids_from_bytes, ids_to_bytes
 from minisgl.ops.table import load_ops
-from minisgl.params import Grammar, SamplingParams
 from minisgl.scheduler.grammars import Grammars
 from minisgl.scheduler.io import OfflineIO
 from minisgl.scheduler.req import Req

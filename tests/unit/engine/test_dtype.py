@@ -10,12 +10,12 @@ from typing import Any
 import pytest
 import torch
 
-from minisgl.bench.shapes import SHAPES
+from minisgl.core.errors import NativeError
 from minisgl.distributed.info import ALONE
 from minisgl.engine.config import resolve
-from minisgl.errors import NativeError
 from minisgl.native.library import load_native
 from minisgl.settings.options import EngineConfig
+from minisgl.tools.bench.shapes import SHAPES
 
 LARGE = SHAPES["qwen3-0.6b"]
 

@@ -16,17 +16,17 @@ from contract.harness import MiniEngine, Span
 from minisgl import LLM, SamplingParams
 from minisgl.checkpoint.embedder import decoder_config
 from minisgl.checkpoint.hf import load_config
-from minisgl.core import FinishReason
+from minisgl.core.errors import ConfigError, RequestError
+from minisgl.core.layout import FULL
+from minisgl.core.message import AbortMsg, Finished, Started, UserMsg, ids_to_bytes
+from minisgl.core.params import EMBED
+from minisgl.core.plan import FinishReason
 from minisgl.distributed.communicator import Communicator
 from minisgl.engine.config import resolve
 from minisgl.engine.pooling import PoolingRunner
-from minisgl.errors import ConfigError, RequestError
-from minisgl.layout import FULL
-from minisgl.message import AbortMsg, Finished, Started, UserMsg, ids_to_bytes
 from minisgl.models.model_config import ModelConfig
-from minisgl.params import EMBED
 from minisgl.settings.options import EngineConfig
-from minisgl.verify.steps import span_plan
+from minisgl.tools.verify.steps import span_plan
 from support.embedding_models import EmbeddingModel, save_embedding_model
 from support.ranks import run_ranks
 

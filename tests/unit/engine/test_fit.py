@@ -13,13 +13,13 @@ from typing import Any
 import pytest
 from safetensors import safe_open
 
-from minisgl.bench.shapes import SHAPES
 from minisgl.checkpoint import hf
+from minisgl.core.errors import ConfigError
 from minisgl.engine import fit
 from minisgl.engine.fit import Checkpoint, Footprint, check_fit
-from minisgl.errors import ConfigError
 from minisgl.launch.launch import check_args
 from minisgl.settings.options import EngineConfig, SchedulerConfig, ServerArgs
+from minisgl.tools.bench.shapes import SHAPES
 
 QWEN = SHAPES["qwen3-32b"]
 GPU = 80 * 10**9

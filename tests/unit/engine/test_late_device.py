@@ -12,18 +12,18 @@ import numpy as np
 import pytest
 import torch
 
-from minisgl.core import FinishReason
+from minisgl.core.errors import ConfigError
+from minisgl.core.message import AbortMsg, UserMsg, ids_from_bytes, ids_to_bytes
+from minisgl.core.params import Grammar, SamplingParams
+from minisgl.core.plan import FinishReason
+from minisgl.core.registry import _Entry
 from minisgl.device.device import CpuDevice, Device
 from minisgl.engine.config import resolve
 from minisgl.engine.engine import Engine
 from minisgl.engine.runner import MIXERS
-from minisgl.errors import ConfigError
 from minisgl.kvcache import tree
 from minisgl.kvcache.store import StateStore
-from minisgl.message import AbortMsg, UserMsg, ids_from_bytes, ids_to_bytes
 from minisgl.models.families import MODELS
-from minisgl.params import Grammar, SamplingParams
-from minisgl.registry import _Entry
 from minisgl.scheduler.budget import LoadBudget, Pace
 from minisgl.scheduler.check import check_idle
 from minisgl.scheduler.grammars import Grammars

@@ -19,9 +19,9 @@ from tokenizers import AddedToken, Tokenizer
 from minisgl.api.parsers.pieces import ParsedCall
 from minisgl.api.parsers.tools import TOOL_FORMS, ToolForm, ToolParser
 from minisgl.checkpoint.hf import BUILTIN_MODEL
-from minisgl.errors import RequestError
+from minisgl.core.errors import RequestError
+from minisgl.core.params import Grammar, GrammarKind, Limits, SamplingParams, validate_sampling
 from minisgl.grammar.compiler import GrammarCompiler, TokenMatcher
-from minisgl.params import Grammar, GrammarKind, Limits, SamplingParams, validate_sampling
 from minisgl.tokenizer.detokenize import DetokenizeManager
 from minisgl.tokenizer.folder import load_tokenizer
 

@@ -23,10 +23,10 @@ import pytest
 from pydantic import Field, TypeAdapter
 
 from minisgl.checkpoint.hf import BUILTIN_MODEL
-from minisgl.errors import RequestError
+from minisgl.core.errors import RequestError
+from minisgl.core.params import Grammar
 from minisgl.grammar.compiler import GrammarCompiler, TokenMatcher
 from minisgl.grammar.lookaround import plain_patterns
-from minisgl.params import Grammar
 from minisgl.tokenizer.folder import load_tokenizer
 
 VOCAB, EOS = 4100, 2

@@ -13,9 +13,9 @@ from typing import Any
 import pytest
 
 from minisgl.checkpoint.hf import BUILTIN_MODEL
-from minisgl.errors import RequestError
+from minisgl.core.errors import RequestError
+from minisgl.core.params import Grammar, GrammarKind
 from minisgl.grammar.trial import LIMITS, TriedCompiler
-from minisgl.params import Grammar, GrammarKind
 from minisgl.scheduler.grammars import THREADS
 from support.processes import PATIENCE_S, eventually
 

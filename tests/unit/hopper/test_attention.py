@@ -14,8 +14,8 @@ if os.environ.get("TRITON_INTERPRET") == "1":
     pytest.skip("nothing here is for the interpreter", allow_module_level=True)
 pytest.importorskip("triton")
 
-from minisgl.hopper import attention as cuda_attention
-from minisgl.hopper.attention import supports
+from minisgl.kernels.hopper import attention as cuda_attention
+from minisgl.kernels.hopper.attention import supports
 
 
 def test_sizes_with_a_kernel() -> None:

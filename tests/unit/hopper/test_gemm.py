@@ -15,9 +15,10 @@ if os.environ.get("TRITON_INTERPRET") == "1":
     pytest.skip("nothing here is for the interpreter", allow_module_level=True)
 pytest.importorskip("triton")
 
-from minisgl.hopper import gemm as module
-from minisgl.hopper.attention import SCORES, SUMS
-from minisgl.hopper.gemm import (
+from minisgl.core.rounding import ceil_div, round_up
+from minisgl.kernels.hopper import gemm as module
+from minisgl.kernels.hopper.attention import SCORES, SUMS
+from minisgl.kernels.hopper.gemm import (
     FP8_PRODUCT,
     FP8_SHARE,
     INT8_PRODUCT,
@@ -30,11 +31,10 @@ from minisgl.hopper.gemm import (
     plan_gemm,
     plan_large_gemm,
 )
-from minisgl.hopper.wgmma import multiply_source
+from minisgl.kernels.hopper.wgmma import multiply_source
+from minisgl.kernels.triton.gemm import Split
 from minisgl.ops import reference
 from minisgl.ops.quantized import Format, Quantized
-from minisgl.rounding import ceil_div, round_up
-from minisgl.triton.gemm import Split
 from support.cuda_on_cpu import compiler, emulate
 
 FP8, INT8 = Format(8, 0), Format(8, 0, is_integer=True)

@@ -16,9 +16,9 @@ if os.environ.get("TRITON_INTERPRET") == "1":
     pytest.skip("nothing here is for the interpreter", allow_module_level=True)
 pytest.importorskip("triton")
 
-from minisgl.hopper import gemv as cuda_gemv
-from minisgl.hopper import nvrtc
-from minisgl.hopper.gemv import (
+from minisgl.kernels.hopper import gemv as cuda_gemv
+from minisgl.kernels.hopper import nvrtc
+from minisgl.kernels.hopper.gemv import (
     CHAIN_MEMORY,
     SHARED_MEMORY,
     Chain,
@@ -29,11 +29,11 @@ from minisgl.hopper.gemv import (
     plan_launch,
     refuses_mixture,
 )
+from minisgl.kernels.triton.launch import compile_ahead
+from minisgl.kernels.triton.product import Mixture, Norm
 from minisgl.ops import reference
 from minisgl.ops.deferred import Deferred, finished
 from minisgl.ops.quantized import Format, Quantized
-from minisgl.triton.launch import compile_ahead
-from minisgl.triton.product import Mixture, Norm
 from support.cuda_on_cpu import compile_on_cpu, compiler
 
 FP8, INT8 = Format(8, 0), Format(8, 0, is_integer=True)

@@ -10,10 +10,10 @@ import numpy as np
 import pytest
 import torch
 
+from minisgl.core.layout import FULL, LOAD, MOVE, STORE
 from minisgl.device.device import Pending
 from minisgl.kvcache.storage import HostStore, Mover
 from minisgl.kvcache.store import LayerState
-from minisgl.layout import FULL, LOAD, MOVE, STORE
 from minisgl.ops.quantized import data_and_scale
 from support.late_device import LateDevice
 from support.store import kv_store

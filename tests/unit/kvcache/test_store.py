@@ -6,11 +6,11 @@ import numpy as np
 import pytest
 import torch
 
+from minisgl.core.layout import FULL, STATE, WINDOW
+from minisgl.core.specs import Paged, PerRow
 from minisgl.kvcache.arena import ALIGNMENT, MAX_WASTE, divide
 from minisgl.kvcache.store import LayerState, StateStore
-from minisgl.layout import FULL, STATE, WINDOW
 from minisgl.ops.quantized import E4M3, QuantizedPages
-from minisgl.specs import Paged, PerRow
 from support.store import kv_store
 
 

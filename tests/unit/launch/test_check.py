@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 
 from minisgl.checkpoint.hf import BUILTIN_MODEL
-from minisgl.errors import ConfigError
+from minisgl.core.errors import ConfigError
 from minisgl.launch.children import divided
 from minisgl.launch.launch import check_args
 from minisgl.settings.options import EngineConfig, SchedulerConfig, ServerArgs

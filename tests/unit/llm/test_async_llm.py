@@ -13,8 +13,8 @@ from collections.abc import AsyncGenerator, Iterator
 import pytest
 
 from minisgl import LLM, AsyncLLM, Piece, SamplingParams
-from minisgl.core import FinishReason
-from minisgl.errors import ConfigError, InvariantError, RequestError
+from minisgl.core.errors import ConfigError, InvariantError, RequestError
+from minisgl.core.plan import FinishReason
 
 pytestmark = pytest.mark.usefixtures("fixed_costs")
 

@@ -11,11 +11,11 @@ import numpy as np
 import pytest
 from tokenizers import Tokenizer
 
-from minisgl.core import FinishReason
-from minisgl.errors import RequestError
+from minisgl.core.errors import RequestError
+from minisgl.core.message import DetokenizeMsg, Failure, Finished, Started, UserMsg, ids_to_bytes
+from minisgl.core.params import SamplingParams
+from minisgl.core.plan import FinishReason
 from minisgl.llm.completions import Completion, Completions, Listener, Piece, Request
-from minisgl.message import DetokenizeMsg, Failure, Finished, Started, UserMsg, ids_to_bytes
-from minisgl.params import SamplingParams
 from minisgl.tokenizer.detokenize import DetokenizeManager
 
 

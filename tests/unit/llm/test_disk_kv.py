@@ -12,7 +12,7 @@ import pytest
 
 from minisgl import LLM, SamplingParams
 from minisgl.checkpoint.hf import BUILTIN_MODEL
-from minisgl.errors import ConfigError
+from minisgl.core.errors import ConfigError
 from minisgl.kvcache import storage
 from minisgl.scheduler.budget import LoadBudget, Pace
 

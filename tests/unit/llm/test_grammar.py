@@ -7,7 +7,7 @@ import json
 import pytest
 
 from minisgl import LLM, Completion, Grammar, SamplingParams
-from minisgl.errors import RequestError
+from minisgl.core.errors import RequestError
 from support.fake_grammar import AtOnce
 from support.schemas import SCHEMAS
 

@@ -18,9 +18,9 @@ from minisgl import LLM, SamplingParams
 from minisgl.api.protocol import ChatCompletionRequest
 from minisgl.api.requests import SamplingDefaults, chat_message
 from minisgl.checkpoint.hf import BUILTIN_MODEL
-from minisgl.core import FinishReason
-from minisgl.errors import ConfigError, InvariantError, RequestError
-from minisgl.params import Limits
+from minisgl.core.errors import ConfigError, InvariantError, RequestError
+from minisgl.core.params import Limits
+from minisgl.core.plan import FinishReason
 from support.bodies import parse_body
 
 pytestmark = pytest.mark.usefixtures("fixed_costs")

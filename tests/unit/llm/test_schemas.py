@@ -9,7 +9,7 @@ import jsonschema
 import pytest
 
 from minisgl import LLM, Completion, Grammar, SamplingParams
-from minisgl.core import FinishReason
+from minisgl.core.plan import FinishReason
 from support.schemas import SCHEMAS
 
 pytestmark = pytest.mark.usefixtures("fixed_costs")

@@ -13,8 +13,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from minisgl.core import FinishReason
-from minisgl.message import (
+from minisgl.core.message import (
     AbortMsg,
     BackendMsg,
     DetokenizeMsg,
@@ -33,7 +32,8 @@ from minisgl.message import (
     ids_from_bytes,
     ids_to_bytes,
 )
-from minisgl.params import SamplingParams
+from minisgl.core.params import SamplingParams
+from minisgl.core.plan import FinishReason
 from minisgl.process.queues import Codec
 
 PARAMS = SamplingParams(max_tokens=5, temperature=0.5, stop=("a", "ü"), stop_token_ids=(1, 2), seed=-(2**63))
@@ -124,8 +124,8 @@ def test_bytes_that_are_not_whole_ids_are_refused() -> None:
 LIGHT = {
     "api": "minisgl.__main__, minisgl.launch.launch, minisgl.api.app, minisgl.launch.supervisor",
     "tokenizer": "minisgl.tokenizer.server, minisgl.process.processes, minisgl.launch.launch",
-    "messages": "minisgl.message, minisgl.core, minisgl.settings.options",
-    "chat": "minisgl.chat.shell, minisgl.chat.client",
+    "messages": "minisgl.core.message, minisgl.core.plan, minisgl.settings.options",
+    "chat": "minisgl.tools.chat.shell, minisgl.tools.chat.client",
 }
 
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from contract.checkpoints import LLAMA3_ROPE, architecture, configurations
-from minisgl.errors import ConfigError
+from minisgl.core.errors import ConfigError
 from minisgl.models.model_config import ModelConfig
 
 BASE = {

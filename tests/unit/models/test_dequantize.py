@@ -12,8 +12,8 @@ from safetensors.torch import save_file
 from torch import Tensor
 
 from minisgl.checkpoint.quantization import read_quantization
+from minisgl.core.errors import ConfigError
 from minisgl.device.device import CpuDevice
-from minisgl.errors import ConfigError
 from minisgl.layers.builder import Init, Parameter, Source
 from support.weights import load_weights
 

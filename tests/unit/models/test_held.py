@@ -16,11 +16,11 @@ from transformers.integrations.mxfp4 import convert_moe_packed_tensors
 from contract.checkpoints import COMMON, save
 from minisgl.checkpoint.hf import BUILTIN_MODEL, load_config
 from minisgl.checkpoint.quantization import read_quantization
+from minisgl.core.errors import ConfigError
 from minisgl.device.device import CpuDevice
 from minisgl.distributed.communicator import SoloCommunicator
 from minisgl.distributed.info import DistributedInfo
 from minisgl.engine.fit import QUANTIZATIONS
-from minisgl.errors import ConfigError
 from minisgl.layers.builder import Builder, Init, Parameter, Source
 from minisgl.layers.linear import RMSNorm, Stream
 from minisgl.models import quantize, weight

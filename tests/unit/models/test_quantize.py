@@ -20,7 +20,7 @@ from minisgl import LLM, SamplingParams
 from minisgl.__main__ import main
 from minisgl.checkpoint.hf import BUILTIN_MODEL, load_config
 from minisgl.checkpoint.quantization import read_quantization
-from minisgl.errors import ConfigError
+from minisgl.core.errors import ConfigError
 from minisgl.models import quantize
 from minisgl.models.dequantize import dequantized
 from minisgl.models.weight import open_all

@@ -14,9 +14,9 @@ from safetensors.torch import load_file, save_file
 from contract.checkpoints import COMMON, configurations, save
 from contract.harness import CPU, DEVICE, MiniEngine, Span
 from minisgl.checkpoint.hf import load_config
+from minisgl.core.errors import ConfigError
 from minisgl.distributed.communicator import SoloCommunicator
 from minisgl.distributed.info import DistributedInfo
-from minisgl.errors import ConfigError
 from minisgl.layers.builder import Init, Parameter, Source
 from minisgl.models import weight
 from minisgl.models.llama import LlamaForCausalLM

@@ -6,7 +6,7 @@ import ctypes
 
 import pytest
 
-from minisgl.errors import InvariantError, NativeError
+from minisgl.core.errors import InvariantError, NativeError
 from minisgl.native import abi, library
 
 

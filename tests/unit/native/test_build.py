@@ -14,7 +14,7 @@ from pathlib import Path
 
 import pytest
 
-from minisgl.errors import NativeError
+from minisgl.core.errors import NativeError
 from minisgl.native import build
 from minisgl.native.build import Target, build_libraries, build_library
 from support.processes import PATIENCE_S, eventually, is_running

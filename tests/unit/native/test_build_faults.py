@@ -12,7 +12,7 @@ from pathlib import Path
 
 import pytest
 
-from minisgl.errors import NativeError
+from minisgl.core.errors import NativeError
 from minisgl.native import build
 from minisgl.native.build import Target, build_library
 from support.faults import failing

@@ -6,8 +6,8 @@ import numpy as np
 import pytest
 import torch
 
-from minisgl.core import StepResult
-from minisgl.layout import Flag
+from minisgl.core.layout import Flag
+from minisgl.core.plan import StepResult
 from minisgl.ops import sampling
 
 TOP = StepResult.TOP

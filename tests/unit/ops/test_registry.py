@@ -6,8 +6,8 @@ import sys
 
 import pytest
 
-from minisgl.errors import ConfigError
-from minisgl.registry import Registry
+from minisgl.core.errors import ConfigError
+from minisgl.core.registry import Registry
 
 
 def make() -> Registry[object]:

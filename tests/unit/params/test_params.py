@@ -10,9 +10,9 @@ import msgspec
 import numpy as np
 import pytest
 
-from minisgl import params
-from minisgl.errors import RequestError
-from minisgl.params import Grammar, SamplingParams
+from minisgl.core import params
+from minisgl.core.errors import RequestError
+from minisgl.core.params import Grammar, SamplingParams
 
 
 @pytest.mark.parametrize(

@@ -12,7 +12,7 @@ from datetime import datetime
 
 import pytest
 
-from minisgl.errors import ConfigError
+from minisgl.core.errors import ConfigError
 from minisgl.process.log import OTHERS, Progress, configure_logging, log_format, log_level, tell
 
 

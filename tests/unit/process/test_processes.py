@@ -12,7 +12,7 @@ from pathlib import Path
 
 import pytest
 
-from minisgl.errors import ConfigError
+from minisgl.core.errors import ConfigError
 from minisgl.process import processes
 from minisgl.process.processes import Child, Processes, Ready, _blocked_interrupt, held_interrupt, run_dir
 from support.processes import PATIENCE_S, eventually

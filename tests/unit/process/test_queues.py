@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from minisgl.message import AbortMsg, TokenizerMsg
+from minisgl.core.message import AbortMsg, TokenizerMsg
 from minisgl.process import queues
 from minisgl.process.queues import Codec, ZmqAsyncPullQueue, ZmqPullQueue, ZmqPushQueue
 from support.processes import PATIENCE_S

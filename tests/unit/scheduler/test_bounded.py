@@ -7,13 +7,13 @@ from collections.abc import Iterable
 import numpy as np
 import pytest
 
-from minisgl.core import BatchPlan, FinishReason
-from minisgl.errors import ConfigError, InvariantError
+from minisgl.core.errors import ConfigError, InvariantError
+from minisgl.core.layout import STATE, WINDOW
+from minisgl.core.plan import BatchPlan, FinishReason
 from minisgl.kvcache import snapshots
 from minisgl.kvcache.arena import Arena, Blocks
 from minisgl.kvcache.snapshots import Bounded, IdPool, Reason, Snapshot, Snapshots
 from minisgl.kvcache.tiers import TierSpec
-from minisgl.layout import STATE, WINDOW
 from minisgl.scheduler import bounded
 from minisgl.scheduler.bounded import BoundedState
 from minisgl.scheduler.req import Req

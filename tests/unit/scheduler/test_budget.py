@@ -10,10 +10,10 @@ from statistics import mean
 import numpy as np
 import pytest
 
-from minisgl.core import TILE_TOKENS, BatchPlan, FinishReason, StepCosts
-from minisgl.errors import ConfigError
-from minisgl.layout import SLOT
-from minisgl.message import ids_from_bytes
+from minisgl.core.errors import ConfigError
+from minisgl.core.layout import SLOT
+from minisgl.core.message import ids_from_bytes
+from minisgl.core.plan import TILE_TOKENS, BatchPlan, FinishReason, StepCosts
 from minisgl.scheduler.budget import FLOOR_TOKENS, LARGE_TILE_TOKENS, QUEUE_S, Pace, StepBudget
 from minisgl.settings.options import SchedulerConfig
 from support.fake_engine import FakeEngine, step_seconds

@@ -8,11 +8,11 @@ from typing import Any
 import numpy as np
 import pytest
 
-from minisgl.core import BatchPlan, FinishReason
-from minisgl.errors import RequestError
-from minisgl.layout import Flag
-from minisgl.message import ExitMsg
-from minisgl.params import Grammar
+from minisgl.core.errors import RequestError
+from minisgl.core.layout import Flag
+from minisgl.core.message import ExitMsg
+from minisgl.core.params import Grammar
+from minisgl.core.plan import BatchPlan, FinishReason
 from minisgl.scheduler import grammars
 from support.fake_engine import FakeEngine
 from support.fake_grammar import FakeCompiler, FakeMatcher

@@ -8,9 +8,9 @@ import math
 import msgspec
 import pytest
 
-from minisgl.core import FinishReason
-from minisgl.message import AbortMsg, BackendMsg, UserMsg, ids_to_bytes
-from minisgl.params import Grammar, SamplingParams
+from minisgl.core.message import AbortMsg, BackendMsg, UserMsg, ids_to_bytes
+from minisgl.core.params import Grammar, SamplingParams
+from minisgl.core.plan import FinishReason
 from minisgl.process.queues import Codec
 from support.fake_engine import FakeEngine
 from support.traces import Harness

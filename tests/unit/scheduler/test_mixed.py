@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import pytest
 
-from minisgl.core import BatchPlan
-from minisgl.layout import Flag
+from minisgl.core.layout import Flag
+from minisgl.core.plan import BatchPlan
 from support.fake_engine import FakeEngine, expected_output
 from support.traces import Harness
 

@@ -7,7 +7,7 @@ from collections.abc import Sequence
 
 import pytest
 
-from minisgl.core import FinishReason, StepCosts
+from minisgl.core.plan import FinishReason, StepCosts
 from minisgl.scheduler.budget import TARGET_S
 from minisgl.scheduler.prefill import OVERTAKING
 from minisgl.scheduler.req import Status

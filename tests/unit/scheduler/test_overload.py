@@ -6,7 +6,7 @@ import random
 
 import pytest
 
-from minisgl.core import FinishReason, StepCosts
+from minisgl.core.plan import FinishReason, StepCosts
 from minisgl.scheduler.prefill import KEPT_ROWS, OVERTAKING, PATIENCE_STEPS
 from support.fake_engine import FakeEngine
 from support.traces import Harness

@@ -11,13 +11,13 @@ import msgspec
 import numpy as np
 import pytest
 
-from minisgl.errors import ConfigError
+from minisgl.core.errors import ConfigError
+from minisgl.core.message import UserMsg, ids_from_bytes, ids_to_bytes
+from minisgl.core.params import SamplingParams
 from minisgl.kvcache.tiers import TierSpec
-from minisgl.message import UserMsg, ids_from_bytes, ids_to_bytes
-from minisgl.params import SamplingParams
-from minisgl.replay import Replay, ReplayError, check
 from minisgl.scheduler import record
 from minisgl.scheduler.record import Entry, Result, TokenHasher, recorded
+from minisgl.tools.replay import Replay, ReplayError, check
 from support import traces
 from support.fake_engine import FakeEngine
 from support.traces import Harness, run_random_trace

@@ -11,8 +11,8 @@ from types import FrameType
 import numpy as np
 import pytest
 
-from minisgl.core import FinishReason
-from minisgl.errors import InvariantError
+from minisgl.core.errors import InvariantError
+from minisgl.core.plan import FinishReason
 from minisgl.scheduler.check import check_invariants
 from minisgl.scheduler.req import Status
 from minisgl.scheduler.scheduler import Scheduler

@@ -5,10 +5,10 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
-from minisgl.core import BatchPlan, FinishReason, StepCosts
+from minisgl.core.layout import LOAD, MOVE
+from minisgl.core.plan import BatchPlan, FinishReason, StepCosts
 from minisgl.kvcache import tree
 from minisgl.kvcache.tiers import TierSpec
-from minisgl.layout import LOAD, MOVE
 from minisgl.scheduler import budget
 from minisgl.scheduler.budget import LoadBudget, Pace
 from minisgl.scheduler.stats import engine_view

@@ -7,9 +7,9 @@ import time
 
 import pytest
 
-from minisgl.core import StepCosts
-from minisgl.message import BackendMsg, ExitMsg, UserMsg, ids_to_bytes
-from minisgl.params import SamplingParams
+from minisgl.core.message import BackendMsg, ExitMsg, UserMsg, ids_to_bytes
+from minisgl.core.params import SamplingParams
+from minisgl.core.plan import StepCosts
 from minisgl.scheduler.budget import LATE_S, PLAN_MARGIN_S, RECENT_STEPS, StepClock
 from support.fake_engine import FakeEngine, FakeOutput
 from support.traces import Harness

@@ -12,8 +12,8 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from minisgl.core import FinishReason
-from minisgl.message import ExitMsg
+from minisgl.core.message import ExitMsg
+from minisgl.core.plan import FinishReason
 from minisgl.scheduler import drafts
 from minisgl.scheduler.req import Req
 from support.fake_engine import FakeEngine, expected_output

@@ -7,9 +7,9 @@ import time
 import numpy as np
 import pytest
 
+from minisgl.core.message import EngineView, FrontendMsg, ids_from_bytes
 from minisgl.kvcache import outline as outlines
 from minisgl.kvcache.radix import RadixCache
-from minisgl.message import EngineView, FrontendMsg, ids_from_bytes
 from minisgl.process.queues import Codec
 from minisgl.scheduler.stats import MAX_VIEW_REQUESTS, engine_view
 from support.fake_engine import FakeEngine

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from minisgl.__main__ import main
-from minisgl.errors import ConfigError
+from minisgl.core.errors import ConfigError
 from minisgl.settings.foreign import foreign, sentence_for
 from minisgl.settings.options import ServerArgs, spellings_of
 from minisgl.settings.sources import Parser, add_options, parse_args

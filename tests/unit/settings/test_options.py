@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from minisgl.errors import ConfigError
+from minisgl.core.errors import ConfigError
 from minisgl.settings.options import (
     EngineConfig,
     SchedulerConfig,

@@ -9,7 +9,7 @@ import pytest
 
 from minisgl import __main__ as cli
 from minisgl.__main__ import COMMANDS, main
-from minisgl.errors import ConfigError
+from minisgl.core.errors import ConfigError
 from minisgl.settings.options import COMMON, ServerArgs, options_of
 from minisgl.settings.sources import engine_options, parse_args
 

@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 
 from minisgl import LLM
-from minisgl.errors import ConfigError
+from minisgl.core.errors import ConfigError
 from minisgl.settings.sources import as_written
 
 

@@ -13,8 +13,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from tokenizers import Tokenizer
 
-from minisgl.core import FinishReason
-from minisgl.message import (
+from minisgl.core.message import (
     CONTEXT_TOKENS,
     DetokenizeMsg,
     Failure,
@@ -24,7 +23,8 @@ from minisgl.message import (
     ids_from_bytes,
     ids_to_bytes,
 )
-from minisgl.params import SamplingParams
+from minisgl.core.params import SamplingParams
+from minisgl.core.plan import FinishReason
 from minisgl.tokenizer.detokenize import DetokenizeManager
 from minisgl.tokenizer.text import StopMatcher, TextDecoder, TokenBytes
 

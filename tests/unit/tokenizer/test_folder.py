@@ -12,9 +12,9 @@ from typing import Any
 import pytest
 from tokenizers import Tokenizer, decoders, normalizers
 
-from minisgl.errors import ConfigError
-from minisgl.message import TokenizeMsg
-from minisgl.params import Limits, SamplingParams
+from minisgl.core.errors import ConfigError
+from minisgl.core.message import TokenizeMsg
+from minisgl.core.params import Limits, SamplingParams
 from minisgl.tokenizer.detokenize import DetokenizeManager
 from minisgl.tokenizer.folder import load_tokenizer
 from minisgl.tokenizer.tokenize import TokenizeManager

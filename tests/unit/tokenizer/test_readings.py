@@ -11,8 +11,8 @@ from transformers.utils.chat_template_utils import render_jinja_template
 
 from minisgl.api.protocol import ChatCompletionRequest
 from minisgl.api.requests import SamplingDefaults, chat_message
-from minisgl.message import TokenizeMsg
-from minisgl.params import Limits
+from minisgl.core.message import TokenizeMsg
+from minisgl.core.params import Limits
 from minisgl.process.queues import Codec
 from minisgl.tokenizer.reading import INVALID, MAX_DEPTH
 from minisgl.tokenizer.template import ChatTemplate

@@ -9,8 +9,7 @@ import msgspec
 import numpy as np
 import pytest
 
-from minisgl.core import FinishReason
-from minisgl.message import (
+from minisgl.core.message import (
     AbortMsg,
     DetokenizeMsg,
     DetokenizerStatsMsg,
@@ -24,7 +23,8 @@ from minisgl.message import (
     UserReply,
     ids_to_bytes,
 )
-from minisgl.params import SamplingParams
+from minisgl.core.params import SamplingParams
+from minisgl.core.plan import FinishReason
 from minisgl.tokenizer.server import Worker
 from minisgl.tokenizer.tokenize import TokenizeManager
 

@@ -13,9 +13,9 @@ import pytest
 
 from minisgl.api.parsers.output import OutputForms
 from minisgl.checkpoint.hf import BUILTIN_MODEL
-from minisgl.errors import ConfigError, RequestError
-from minisgl.message import EncodeMsg, TokenizeMsg, ids_to_bytes
-from minisgl.params import Limits, SamplingParams
+from minisgl.core.errors import ConfigError, RequestError
+from minisgl.core.message import EncodeMsg, TokenizeMsg, ids_to_bytes
+from minisgl.core.params import Limits, SamplingParams
 from minisgl.process import trials
 from minisgl.tokenizer import tokenize as tokenize_module
 from minisgl.tokenizer.template import MAX_MESSAGES, ChatTemplate

@@ -13,7 +13,7 @@ if os.environ.get("TRITON_INTERPRET") == "1":
 triton = pytest.importorskip("triton")
 backends = pytest.importorskip("triton.backends.compiler")
 
-from minisgl.triton import (  # noqa: E402
+from minisgl.kernels.triton import (  # noqa: E402
     attention_decode,
     attention_prefill,
     epilogue,

@@ -12,13 +12,13 @@ import torch
 from contract.checkpoints import configurations, save
 from contract.harness import MiniEngine, Span
 from minisgl.checkpoint.hf import BUILTIN_MODEL
+from minisgl.core.errors import ConfigError
 from minisgl.engine.config import resolve
-from minisgl.errors import ConfigError
 from minisgl.llm.completions import Completion
 from minisgl.settings.options import EngineConfig
-from minisgl.verify.checks import FLOAT32_LIMIT, HALF_FACTOR, WAYS, Reference, Texts, check_logits, compare
-from minisgl.verify.command import make_texts
-from minisgl.verify.texts import check_texts
+from minisgl.tools.verify.checks import FLOAT32_LIMIT, HALF_FACTOR, WAYS, Reference, Texts, check_logits, compare
+from minisgl.tools.verify.command import make_texts
+from minisgl.tools.verify.texts import check_texts
 
 
 def exact_and_off(*relative: float) -> tuple[list[tuple[list[int], torch.Tensor]], Reference]:

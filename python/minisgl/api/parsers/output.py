@@ -15,10 +15,10 @@ from minisgl.api.parsers.reasoning import REASONING_FORMS, ReasoningForm, Reason
 from minisgl.api.parsers.tools import TOOL_FORMS, ToolForm, ToolParser
 from minisgl.api.protocol import ChatCompletionRequest
 from minisgl.api.structured import forced_functions
-from minisgl.core import FinishReason
-from minisgl.errors import RequestError, unsupported
-from minisgl.message import TokenizeMsg
-from minisgl.params import Grammar
+from minisgl.core.errors import RequestError, unsupported
+from minisgl.core.message import TokenizeMsg
+from minisgl.core.params import Grammar
+from minisgl.core.plan import FinishReason
 from minisgl.tokenizer.template import ChatTemplate
 
 TOOL_CALLS: Final = "tool_calls"  # the finish reason

@@ -13,7 +13,7 @@ from typing import Any, Final
 from minisgl.api.parsers.pieces import Content, ParsedCall, Parser, Piece, ValueScanner, split_at
 from minisgl.api.parsers.values import read_calls
 from minisgl.api.structured import json_text
-from minisgl.params import ToolCalls
+from minisgl.core.params import ToolCalls
 
 MAX_HEAD_CHARS: Final = 256  # between a marker and the value; in which a value without a marker must name its tool
 # Between a marker and the value: the name of the function, or nothing. The value is JSON, a list, or text with tags.

@@ -10,8 +10,8 @@ from typing import Final, TypeVar
 
 import torch
 
-from minisgl.layout import Flag
-from minisgl.triton.cublas import cublas_linear
+from minisgl.core.layout import Flag
+from minisgl.kernels.triton.cublas import cublas_linear
 
 T = TypeVar("T")
 

@@ -12,7 +12,7 @@ import torch
 from minisgl.engine.draft_model import SAMPLED_ALIKE, drafted_rows
 
 if TYPE_CHECKING:
-    from minisgl.core import BatchPlan, Ints
+    from minisgl.core.plan import BatchPlan, Ints
     from minisgl.device.cuda import CudaDevice
     from minisgl.engine.draft_model import DraftModel
     from minisgl.engine.drafting import Drafting

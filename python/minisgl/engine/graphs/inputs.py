@@ -9,24 +9,37 @@ from typing import TYPE_CHECKING, Final
 import numpy as np
 import torch
 
-from minisgl.core import Batch, BatchPlan, Sampling, SeqLayout, StepResult
+from minisgl.core.layout import FULL, NEWEST, NO_SLOTS, NOT_DRAFTED, PAGE_WRITE, ROW_STATE, SLOT, Flag, as_words, words
+from minisgl.core.plan import Batch, BatchPlan, Sampling, SeqLayout, StepResult
+from minisgl.core.rounding import round_up
 from minisgl.engine.batch import expand
-from minisgl.layout import FULL, NEWEST, NO_SLOTS, NOT_DRAFTED, PAGE_WRITE, ROW_STATE, SLOT, Flag, as_words, words
-from minisgl.rounding import round_up
-from minisgl.triton import drafts, step
-from minisgl.triton.step import DRAFT_INDEX, END, FIRST, FLAGS, HEAD, ID, MASK_INDEX, PLACED, POSITION, RING, ROW, TOKEN
+from minisgl.kernels.triton import drafts, step
+from minisgl.kernels.triton.step import (
+    DRAFT_INDEX,
+    END,
+    FIRST,
+    FLAGS,
+    HEAD,
+    ID,
+    MASK_INDEX,
+    PLACED,
+    POSITION,
+    RING,
+    ROW,
+    TOKEN,
+)
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
     from torch import Tensor
 
-    from minisgl.core import Ints
+    from minisgl.core.layout import Records
+    from minisgl.core.plan import Ints
     from minisgl.device.cuda import CudaDevice
     from minisgl.device.device import Pending
     from minisgl.engine.graphs.sizes import Size
     from minisgl.engine.runner import Parts
-    from minisgl.layout import Records
 
 MAX_PAGE_WRITES: Final = 2048
 MAX_ROW_STATES: Final = 256
@@ -36,7 +49,7 @@ class StepInputs:
     """The rings of captured steps, and the tensors at fixed addresses that their kernels read.
 
     The plan is padded to the size of the step with the dummy row, the page table's last, and then expanded as for the
-    eager runner: so the first kernel (`triton/step.py`) only has to find what the device alone knows.
+    eager runner: so the first kernel (`kernels/triton/step.py`) only has to find what the device alone knows.
     """
 
     def __init__(self, parts: Parts, sizes: Sequence[Size], samples: int, max_rows: int) -> None:

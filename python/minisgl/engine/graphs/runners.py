@@ -8,13 +8,13 @@ from dataclasses import replace
 from functools import partial
 from typing import TYPE_CHECKING, Final
 
+from minisgl.core.errors import ConfigError
 from minisgl.engine.graphs.capture import TAILS, Capture
 from minisgl.engine.graphs.step import CapturedRunner
 from minisgl.engine.pooling import base_runner
 from minisgl.engine.trial import decode_plan, draft_plan, largest_prefill
-from minisgl.errors import ConfigError
+from minisgl.kernels.triton.launch import compile_ahead
 from minisgl.process.log import Progress
-from minisgl.triton.launch import compile_ahead
 
 if TYPE_CHECKING:
     from contextlib import AbstractContextManager

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from typing import Final, NamedTuple
 
-from minisgl.core import TILE_TOKENS, StepShape
-from minisgl.layout import MAX_DRAFT_TOKENS
+from minisgl.core.layout import MAX_DRAFT_TOKENS
+from minisgl.core.plan import TILE_TOKENS, StepShape
 
 # Closely spaced where a padded row costs much of a step, widely where it costs little.
 DECODE_SIZES: Final = (1, 2, 3, 4, 6, 8, 12, 16, 24, 32, 40, 48, 56, 64, *range(80, 129, 16), *range(160, 257, 32))

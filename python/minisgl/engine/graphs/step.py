@@ -11,7 +11,8 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from minisgl.core import BatchPlan
+from minisgl.core.layout import NO_SLOTS, Flag
+from minisgl.core.plan import BatchPlan
 from minisgl.engine.batch import make_batch
 from minisgl.engine.graphs.capture import TAILS, tail_of
 from minisgl.engine.graphs.drafts import DraftGraphs
@@ -19,13 +20,12 @@ from minisgl.engine.graphs.inputs import MAX_PAGE_WRITES, MAX_ROW_STATES, StepIn
 from minisgl.engine.graphs.sizes import LAUNCH_FLOPS, TAIL_SIZES, Size, decode_sizes, draft_sizes, prompt_sizes
 from minisgl.engine.runner import ForwardOutput
 from minisgl.layers.linear import Stream
-from minisgl.layout import NO_SLOTS, Flag
 from minisgl.ops.deferred import finished
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Mapping
 
-    from minisgl.core import Ints
+    from minisgl.core.plan import Ints
     from minisgl.device.device import Pending
     from minisgl.engine.graphs.capture import Capture
     from minisgl.engine.runner import Parts

@@ -1,0 +1,1 @@
+"""What everything shares: plans and their binary layout, messages, parameters, errors. No torch is loaded."""

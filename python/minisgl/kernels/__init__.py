@@ -1,0 +1,1 @@
+"""Kernels for NVIDIA GPUs: in Triton, and for Hopper in CUDA C++."""

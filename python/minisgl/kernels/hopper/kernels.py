@@ -1,0 +1,49 @@
+"""What this room offers: linear layers for the table of kernels, the experts of a token, attention over 8-bit pages."""
+
+from __future__ import annotations
+
+from typing import Final
+
+from torch import Tensor
+
+from minisgl.kernels.hopper import gemm, gemv
+from minisgl.kernels.hopper.attention import cuda_decode, cuda_prefill, supports
+from minisgl.kernels.hopper.nvrtc import libraries
+from minisgl.kernels.triton import moe, quantized
+from minisgl.kernels.triton.moe_routing import route
+from minisgl.kernels.triton.product import Kernel, Mixture, Norm
+from minisgl.ops.deferred import Result
+from minisgl.ops.quantized import Quantized
+
+__all__ = ["MIXTURES", "PRODUCTS", "cuda_decode", "cuda_prefill", "is_usable", "supports"]
+
+
+def is_usable() -> bool:
+    """Whether the libraries that compile and launch these kernels are there."""
+    return libraries() is not None
+
+
+def _gemm(x: Result, weight: Quantized, bias: Tensor | None, gate: str, norm: Norm | None) -> tuple[Result, Result]:
+    """Quantize the rows, and multiply by our kernel, or by Triton's if ours cannot be compiled."""
+    split, parts = quantized.quantized_rows(x, weight, norm)
+    out = gemm.cuda_gemm(split, len(x), parts, weight, bias, x.dtype, gate)
+    if out is None:
+        out = quantized.multiply_rows(split, parts, x, weight, bias, gate)
+    return out, quantized.total(x, norm)
+
+
+def _experts(
+    x: Tensor, router_logits: Tensor, gate_up: Quantized, down: Quantized, top_k: int, normalise: bool
+) -> Tensor:
+    """Run a token's experts by our kernel, or by Triton's if ours cannot be compiled."""
+    experts, weights = route(router_logits, top_k, normalise)
+    out = gemv.cuda_experts(x, experts, weights, gate_up, down)
+    return moe.pair_down(moe.pair_gate_up(x, experts, gate_up), experts, weights, down) if out is None else out
+
+
+def _refuses(mixture: Mixture) -> str | None:
+    return moe.refuses_pairs(mixture) or gemv.refuses_mixture(mixture)
+
+
+PRODUCTS: Final = (Kernel("gemv.cu", gemv.refuses, gemv.cuda_gemv), Kernel("gemm.cu", gemm.refuses, _gemm))
+MIXTURES: Final = (Kernel("gemv.cu of pairs", _refuses, _experts),)

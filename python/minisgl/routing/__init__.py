@@ -1,1 +1,0 @@
-"""The choice of a replica for each request."""

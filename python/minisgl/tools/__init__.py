@@ -1,0 +1,1 @@
+"""What the command line runs beside a server: benchmarks, the terminal chat, verification, replay."""

@@ -1,0 +1,108 @@
+"""Named model shapes: the config.json of well-known models, for runs with random weights, without a download."""
+
+from __future__ import annotations
+
+import json
+import shutil
+import tempfile
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any, Final
+
+from minisgl.checkpoint.hf import BUILTIN_MODEL
+from minisgl.core.errors import ConfigError
+
+TOKENIZER_FILES: Final = ("tokenizer.json", "tokenizer_config.json", "chat_template.jinja")
+
+_QWEN3: Final[dict[str, Any]] = {
+    "architectures": ["Qwen3ForCausalLM"],
+    "model_type": "qwen3",
+    "vocab_size": 151936,
+    "head_dim": 128,
+    "num_key_value_heads": 8,
+    "max_position_embeddings": 40960,
+    "rms_norm_eps": 1e-6,
+    "rope_theta": 1000000,
+    "hidden_act": "silu",
+    "tie_word_embeddings": False,
+    "bos_token_id": 151643,
+    "eos_token_id": 151645,
+    "torch_dtype": "bfloat16",
+}
+_LLAMA_3_1: Final[dict[str, Any]] = _QWEN3 | {
+    "architectures": ["LlamaForCausalLM"],
+    "model_type": "llama",
+    "vocab_size": 128256,
+    "max_position_embeddings": 131072,
+    "rms_norm_eps": 1e-5,
+    "rope_theta": 500000.0,
+    "rope_scaling": {
+        "rope_type": "llama3",
+        "factor": 8.0,
+        "low_freq_factor": 1.0,
+        "high_freq_factor": 4.0,
+        "original_max_position_embeddings": 8192,
+    },
+    "bos_token_id": 128000,
+    "eos_token_id": 128001,
+}
+
+
+def _sizes(hidden: int, intermediate: int, layers: int, heads: int) -> dict[str, int]:
+    names = ("hidden_size", "intermediate_size", "num_hidden_layers", "num_attention_heads")
+    return dict(zip(names, (hidden, intermediate, layers, heads), strict=True))
+
+
+SHAPES: Final[dict[str, dict[str, Any]]] = {
+    "qwen3-10m": _QWEN3
+    | _sizes(256, 1024, 8, 8)
+    | {"vocab_size": 4096, "head_dim": 64, "num_key_value_heads": 4, "tie_word_embeddings": True}
+    | {"bos_token_id": 1, "eos_token_id": 2},
+    "qwen3-0.6b": _QWEN3 | _sizes(1024, 3072, 28, 16) | {"tie_word_embeddings": True},
+    "qwen3-8b": _QWEN3 | _sizes(4096, 12288, 36, 32),
+    "qwen3-14b": _QWEN3 | _sizes(5120, 17408, 40, 40),
+    "qwen3-32b": _QWEN3 | _sizes(5120, 25600, 64, 64),
+    "qwen3-30b-a3b": _QWEN3  # 128 experts of 768, 8 for each token
+    | _sizes(2048, 6144, 48, 32)
+    | {"architectures": ["Qwen3MoeForCausalLM"], "model_type": "qwen3_moe", "num_key_value_heads": 4}
+    | {"num_experts": 128, "num_experts_per_tok": 8, "moe_intermediate_size": 768, "norm_topk_prob": True},
+    "llama-3.1-8b": _LLAMA_3_1 | _sizes(4096, 14336, 32, 32),
+    "llama-3.1-70b": _LLAMA_3_1 | _sizes(8192, 28672, 80, 64),
+    "gemma-3-27b": {"architectures": ["Gemma3ForCausalLM"], "model_type": "gemma3_text", "torch_dtype": "bfloat16"}
+    | _sizes(5376, 21504, 62, 32)
+    | {"vocab_size": 262208, "head_dim": 128, "num_key_value_heads": 16, "query_pre_attn_scalar": 168}
+    | {"sliding_window": 1024, "sliding_window_pattern": 6, "max_position_embeddings": 131072}
+    | {"rope_scaling": {"rope_type": "linear", "factor": 8.0}, "bos_token_id": 2, "eos_token_id": 1},
+}
+SHAPE_HELP: Final = f"use random weights in the shape of this model: {', '.join(SHAPES)}"
+
+
+def write_config(shape: str, folder: Path) -> None:
+    """Write config.json of `shape` and the built-in model's tokenizer to the new folder `folder`.
+
+    Sampled ids beyond that tokenizer's vocabulary have no text. Raises `ConfigError` for an unknown shape.
+    """
+    if shape not in SHAPES:
+        raise ConfigError(f"--shape {shape!r} is unknown; known: {', '.join(SHAPES)}")
+    folder.mkdir(parents=True)
+    (folder / "config.json").write_text(json.dumps(SHAPES[shape], indent=2))
+    for name in TOKENIZER_FILES:
+        shutil.copy(BUILTIN_MODEL / name, folder / name)
+
+
+@contextmanager
+def shape_options(shape: str | None, options: dict[str, Any]) -> Iterator[dict[str, Any]]:
+    """Yield `options`; with a `shape`, they name its model, in a temporary folder, and ask for random weights.
+
+    Raises `ConfigError` for an unknown shape, or if `options` also name a model.
+    """
+    if shape is None:
+        yield options
+        return
+    if options.get("model"):
+        raise ConfigError("give --shape or a model, not both")
+    with tempfile.TemporaryDirectory(prefix="minisgl-shape-") as base:
+        folder = Path(base) / shape
+        write_config(shape, folder)
+        yield options | {"model": str(folder), "dummy_weight": True}

@@ -1,0 +1,97 @@
+"""Runs steps of an engine without its scheduler: spans of token ids in, logits out."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+import numpy as np
+
+from minisgl.core.errors import ConfigError
+from minisgl.core.layout import Flag
+from minisgl.core.plan import BatchPlan
+from minisgl.engine.engine import Engine
+from minisgl.engine.pooling import PoolingRunner
+from minisgl.engine.trial import trial_plan
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+    from minisgl.engine.runner import EagerRunner
+    from minisgl.llm.llm import LLM
+    from minisgl.native.runner import NativeRunner
+
+
+@dataclass(frozen=True)
+class Span:
+    """The tokens `ids` at positions [start, stop) of the sequence in `row`."""
+
+    row: int
+    start: int
+    ids: list[int]
+    samples: bool = True
+
+    @property
+    def stop(self) -> int:
+        return self.start + len(self.ids)
+
+
+def span_plan(spans: list[Span], page_writes: Sequence[tuple[int, int, int, int]] = ()) -> BatchPlan:
+    """Return the plan of a step that computes `spans`. `page_writes` as PAGE_WRITE."""
+    slots = [(s.row, s.start, s.stop, Flag.SAMPLES if s.samples else 0) for s in spans]
+    return trial_plan(slots, np.concatenate([np.array(s.ids, np.int32) for s in spans]), page_writes)
+
+
+class Stepper:
+    """Runs steps with a runner that supports any step, and allocates pages in random order.
+
+    It uses all pages and rows, so the engine's scheduler must be idle, with an empty cache.
+    """
+
+    def __init__(self, runner: EagerRunner | NativeRunner) -> None:
+        self.runner = runner
+        self.page_size = runner.parts.page_size
+        rng = np.random.default_rng(0)
+        self._free: list[list[int]] = [rng.permutation(ids).tolist() for ids in runner.parts.store.blocks.spread()]
+        self._pages: dict[int, list[list[int]]] = {}  # of a row, one in each group
+        self._writes: list[tuple[int, int, int, int]] = []
+
+    def share_prefix(self, source: int, target: int, tokens: int) -> None:
+        """Map the pages of the first `tokens` (whole pages) of row `source` to the unused row `target`."""
+        count = tokens // self.page_size
+        assert tokens == count * self.page_size and target not in self._pages, "only whole pages, and a new row"
+        for pages in self._pages[source][:count]:
+            self._map(target, pages)
+
+    def _map(self, row: int, pages: list[int]) -> None:
+        mapped = self._pages.setdefault(row, [])
+        self._writes += [(group, row, len(mapped), page) for group, page in enumerate(pages)]
+        mapped.append(pages)
+
+    def step(self, spans: list[Span]) -> Tensor:
+        """Run one forward pass; return logits [sampling spans, V] in the model's dtype, on the device."""
+        for span in spans:
+            while len(self._pages.get(span.row, ())) * self.page_size < span.stop:
+                if not all(self._free):
+                    raise ConfigError(
+                        "the KV cache is too small to verify; give more --num-pages or a higher --memory-ratio"
+                    )
+                self._map(span.row, [free.pop() for free in self._free])
+        plan = span_plan(spans, self._writes)
+        self._writes = []
+        return self.runner.logits_of(plan)
+
+
+def engine_of(llm: LLM) -> Engine:
+    """Return the engine of `llm` as an `Engine`: the scheduler knows only its protocol."""
+    engine = llm.scheduler.engine
+    assert isinstance(engine, Engine), "LLM makes only real engines"
+    return engine
+
+
+def stepper_of(llm: LLM) -> Stepper:
+    """Return a `Stepper` for the engine of `llm`, which must not be an embedding model."""
+    engine = engine_of(llm)
+    assert not isinstance(engine.general, PoolingRunner), "an embedding model has no logits"
+    return Stepper(engine.general)
