@@ -197,7 +197,7 @@ def test_snapshots_find_what_pages_find(monkeypatch: pytest.MonkeyPatch) -> None
         before, now = (server.scheduler.stats.computed_prompt_tokens for server in servers)
         assert now <= 1.05 * before
     small = model._replace(memory=model.memory // 8)
-    assert rows_at_once(small.engine(), lambda rng: 8192) == 5
+    assert rows_at_once(small.engine(), lambda rng: 8192) == 6
 
 
 @pytest.mark.slow

@@ -158,11 +158,11 @@ def parts(ops: str | None = None, *, has_model: bool = False) -> Parts:
     comm, device = SoloCommunicator(ALONE, CPU), Device(1)
     state = RowState(ROWS + 1, WIDTH, CPU, groups=2)
     state.page_tables.fill_(ROWS * WIDTH)
-    vocab, pool = VocabParallel(comm, VOCAB), SimpleNamespace(page_size=PAGE, num_pages=ROWS * WIDTH + 1)
+    vocab, store = VocabParallel(comm, VOCAB), SimpleNamespace(page_size=PAGE)
     penalties = LogitPenalties(ROWS + 1, VOCAB, 8, device)
     penalties.seen.fill_(77)  # unwritten
     attention = [SimpleNamespace(group=i, prepare=lambda batch, page_table, out_loc: out_loc) for i in (FULL, WINDOW)]
-    played: Any = (Table(ops is not None), (pool, pool), attention)
+    played: Any = (Table(ops is not None), store, attention)
     drafting = None
     if ops is not None:
         drafter = Head() if has_model else NGramDrafter(load_ops(ops))

@@ -9,8 +9,6 @@ from importlib import import_module
 from pathlib import Path
 from typing import Any, Final
 
-from safetensors import SafetensorError, safe_open
-
 from minisgl.checkpoint.quantization import method_of
 from minisgl.core.errors import ConfigError
 
@@ -176,6 +174,8 @@ def max_model_len(config: dict[str, Any]) -> int:
 
 def require_complete(path: Path) -> None:
     """Raise `ConfigError` unless the safetensors file `path` is as long as its header says."""
+    from safetensors import SafetensorError, safe_open  # not before a command speaks
+
     try:
         with safe_open(path, framework="np"):
             pass
