@@ -33,9 +33,7 @@ def plan_of(engine: Engine, rows: int, tokens: int, context: int) -> BatchPlan:
     """A step of `tokens` tokens a row; with 1, rows only decode, and with 0 they have DRAFTS without any."""
     stop, flags = context + max(1, tokens), Flag.SAMPLES | Flag.FROM_DEVICE
     slack = STEPS * (REPEATS + 1) * max(1, tokens)
-    plan = spread_plan(
-        [(row, 0, stop + slack, flags) for row in range(rows)], engine.page_size, engine.blocks
-    )
+    plan = spread_plan([(row, 0, stop + slack, flags) for row in range(rows)], engine.page_size, engine.blocks)
     plan.slots["start"], plan.slots["stop"] = context, stop
     if tokens == 1:
         return plan
