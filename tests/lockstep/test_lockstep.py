@@ -85,14 +85,14 @@ def test_text_equals_one_rank(tp: int, count: int, requests_and_tokens: tuple[Re
         assert stats.cached_tokens > 0, "no prefix was shared"
         again = drive(llm, requests[:2])
         assert llm.scheduler.cache.available == OPTIONS["num_pages"]
-        followers = llm.followers
+        followers = [*llm.followers._running.values()]
     assert {uid: t for uid, t in together.items() if uid not in ABORTED} == {
         uid: t for uid, t in alone.items() if uid not in ABORTED
     }
     assert all(alone[uid][: len(together[uid])] == together[uid] for uid in ABORTED)
     assert any(len(together[uid]) < len(alone[uid]) for uid in ABORTED)
     assert again == {uid: alone[uid] for uid in range(2)}
-    assert [followers.exit_code(name) for name in followers.pids] == [0] * (tp - 1)
+    assert [child.process.exitcode for child in followers] == [0] * (tp - 1)
 
 
 @pytest.mark.parametrize("speculate", [pytest.param("off", marks=pytest.mark.slow), "tree"])
