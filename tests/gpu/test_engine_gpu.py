@@ -25,6 +25,7 @@ from minisgl.engine.config import resolve
 from minisgl.engine.engine import Engine
 from minisgl.engine.graphs.capture import TAILS, tail_of
 from minisgl.engine.trial import trial_plan
+from minisgl.scheduler.check import check_idle
 from minisgl.settings.options import EngineConfig
 
 FILLER = "The grass is green. The sky is blue. The sun is yellow. Here we go. There and back again. "
@@ -52,8 +53,7 @@ SAMPLED = [
 def engine(**options: Any) -> Iterator[LLM]:
     llm = LLM(**{"device": "cuda", "dtype": "float32", "num_pages": 2000, **options})
     yield llm
-    cache = llm.scheduler.cache
-    assert cache.available == cache.num_pages, "pages are held after the last request"
+    check_idle(llm.scheduler)
     del llm
     gc.collect()
     torch.cuda.empty_cache()

@@ -128,7 +128,7 @@ class Engine:
             store = self.parts.store
             for group in np.unique(copies["group"]).tolist():
                 of_group = copies[copies["group"] == group]
-                store.copy(group, store.index(of_group["source"]), store.index(of_group["target"]))
+                store.copy(group, of_group["source"], of_group["target"])
             return NO_TOKENS
 
         self.device.submit(work, 0.0)

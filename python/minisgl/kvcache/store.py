@@ -20,7 +20,6 @@ if TYPE_CHECKING:
 
 
 STATE_ALIGNMENT: Final = 64  # of a state within a page, in bytes
-COPIED_BYTES: Final = 32 << 20  # at once, from page to page
 
 
 class LayerState:
@@ -113,13 +112,11 @@ class StateStore:
         """Overwrite pages [n] of FULL with `data`, uint8 [n, bytes of a page] on the device."""
         self.rows(FULL)[pages.to(self.device, non_blocking=True)] = data.view(torch.int64)
 
-    def copy(self, group: int, source: torch.Tensor, target: torch.Tensor) -> None:
-        """Overwrite the pages `target` [n] with the pages `source` [n], a few at a time."""
+    def copy(self, group: int, source: Ints, target: Ints) -> None:
+        """Overwrite the pages `target` [n] with the pages `source` [n], one by one, since a page has megabytes."""
         rows = self.rows(group)
-        into, of = (ids.to(self.device, non_blocking=True) for ids in (target, source))
-        few = max(1, COPIED_BYTES // (8 * rows.shape[1]))
-        for start in range(0, len(source), few):
-            rows[into[start : start + few]] = rows[of[start : start + few]]
+        for of, into in zip(source.tolist(), target.tolist(), strict=True):
+            rows[into].copy_(rows[of])
 
     def poison(self, pages: Sequence[int], group: int = FULL) -> None:
         """Fill pages with NaN, so that any read before the next write makes logits non-finite."""
