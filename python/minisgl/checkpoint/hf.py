@@ -42,6 +42,8 @@ _OTHER_NAMES: Final = {
 }
 _SMALL_FILES: Final = ["*.json", "*.jinja"]
 _WEIGHTS: Final = ["*.safetensors"]
+# Fields of a multimodal model that count, and not those of its text part.
+OF_WHOLE: Final = ("architectures", "tie_word_embeddings", "quantization_config", "compression_config")
 
 
 def resolve_model(model: str, source: str = "huggingface", weights: bool = True, revision: str | None = None) -> Path:
@@ -135,8 +137,11 @@ def read_json_value(path: Path) -> Any:
 
 
 def load_config(folder: Path) -> dict[str, Any]:
-    """Read config.json. Its `quantization_config` gets the fields that only a file of QUANTIZATION_FILES has."""
-    config = read_json(folder / "config.json")
+    """Read config.json. Its `quantization_config` gets the fields that only a file of QUANTIZATION_FILES has.
+
+    Of a multimodal model, return the configuration of the text part; the architecture stays that of the whole.
+    """
+    config = text_part(read_json(folder / "config.json"))
     settings = config.get("quantization_config", config.get("compression_config"))  # the name of early llm-compressors
     for name, method in QUANTIZATION_FILES.items():
         if (settings is None or isinstance(settings, dict)) and (folder / name).is_file():
@@ -148,6 +153,17 @@ def load_config(folder: Path) -> dict[str, Any]:
             else:
                 settings = settings or found
     return config if settings is None else config | {"quantization_config": settings}
+
+
+def text_part(config: dict[str, Any]) -> dict[str, Any]:
+    """Return the configuration of a multimodal model's decoder, or `config` itself if there is no other part."""
+    text = config.get("text_config")
+    if not isinstance(text, dict):
+        return config
+    whole = {name: value for name, value in config.items() if not name.endswith("_config") and value is not None}
+    of_whole = {name: config[name] for name in OF_WHOLE if config.get(name) is not None}
+    # transformers ties the head of a multimodal model by default, and not if the checkpoint has another.
+    return {"tie_word_embeddings": True} | whole | text | of_whole
 
 
 def load_generation_config(folder: Path) -> dict[str, Any]:

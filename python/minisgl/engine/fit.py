@@ -56,7 +56,7 @@ class Checkpoint:
         draft = read_source(asked, model) if embedder is None else None
         if draft is not None and asked != config.speculate and draft.model.num_heads % config.tp:
             draft = None  # The ranks cannot divide this head, and the user did not name it.
-        return cls(folder, model, embedder, hf.max_model_len(raw), draft)
+        return cls(folder, model, embedder, model.max_position_embeddings, draft)
 
 
 @dataclass(frozen=True)

@@ -44,6 +44,7 @@ class Family:
     slides               which layers may have a window (`models/positions.py: SLIDES`); None: no layer
     has_window_switch    these layers have a window only if `use_sliding_window` is true
     activation_key       the field of config.json for the MLP's activation
+    text_types           the `model_type`s of multimodal models' text parts that are such a decoder
     defaults             transformers' defaults for fields that config.json may lack
     """
 
@@ -58,21 +59,36 @@ class Family:
     slides: str | None = None
     has_window_switch: bool = False
     activation_key: str = "hidden_act"
+    text_types: tuple[str, ...] = ()
     defaults: Mapping[str, Any] = field(default_factory=dict)
 
 
 FAMILIES: Final[Mapping[str, Family]] = MappingProxyType(
     {
-        "LlamaForCausalLM": Family(on_cpu_step=True, has_mlp_bias_option=True),
-        "MistralForCausalLM": Family(on_cpu_step=True, qkv_bias=False, o_bias=False, slides="all", defaults=WINDOW),
+        "LlamaForCausalLM": Family(on_cpu_step=True, has_mlp_bias_option=True, text_types=("llama",)),
+        "MistralForCausalLM": Family(
+            on_cpu_step=True,
+            qkv_bias=False,
+            o_bias=False,
+            slides="all",
+            text_types=("mistral",),
+            defaults=WINDOW,
+        ),
         "Qwen2ForCausalLM": Family(
-            on_cpu_step=True, qkv_bias=True, o_bias=False, slides="last", has_window_switch=True, defaults=WINDOW
+            on_cpu_step=True,
+            qkv_bias=True,
+            o_bias=False,
+            slides="last",
+            has_window_switch=True,
+            text_types=("qwen2", "qwen2_vl", "qwen2_vl_text", "qwen2_5_vl", "qwen2_5_vl_text"),
+            defaults=WINDOW,
         ),
         "Qwen3ForCausalLM": Family(
             on_cpu_step=True,
             qk_norm=True,
             slides="last",
             has_window_switch=True,
+            text_types=("qwen3", "qwen3_vl_text"),
             defaults=WINDOW | {"head_dim": 128},
         ),
         "Phi3ForCausalLM": Family(
@@ -81,6 +97,7 @@ FAMILIES: Final[Mapping[str, Family]] = MappingProxyType(
             o_bias=False,
             fused_projections=True,
             slides="all",
+            text_types=("phi3",),
             defaults={"rms_norm_eps": 1e-5},
         ),
         "Qwen3MoeForCausalLM": Family(
@@ -107,7 +124,12 @@ FAMILIES: Final[Mapping[str, Family]] = MappingProxyType(
             qk_norm=True,
             slides="pattern",
             activation_key="hidden_activation",
+            text_types=("gemma3_text",),
             defaults={
+                "vocab_size": 262208,
+                "max_position_embeddings": 131072,
+                "num_attention_heads": 8,
+                "num_key_value_heads": 4,
                 "head_dim": 256,
                 "hidden_activation": "gelu_pytorch_tanh",
                 "query_pre_attn_scalar": 256,

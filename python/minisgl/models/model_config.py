@@ -71,6 +71,7 @@ class ModelConfig:
     experts: ExpertsConfig | None
     dtype: str
     quantization: Quantization | None = None
+    is_text_part: bool = False  # of a multimodal model, whose other parts are not loaded
     gives_back: bool = False  # pages that lie behind the windows, as far as other layers have none
 
     def mixer(self, layer: int, info: DistributedInfo) -> GroupedQuery:
@@ -173,6 +174,7 @@ class ModelConfig:
             fused_projections=family.fused_projections,
             experts=_experts(config, num_layers, family.experts) if family.experts is not None else None,
             quantization=read_quantization(config),
+            is_text_part=config.get("architectures") != [architecture],
             dtype=str(config.get("dtype") or config.get("torch_dtype") or "float32").removeprefix("torch."),
         )
 
@@ -181,9 +183,17 @@ def _architecture(config: dict[str, Any]) -> str:
     names = config.get("architectures")
     if not isinstance(names, list) or len(names) != 1 or not isinstance(names[0], str):
         raise ConfigError(f"config.json has architectures={names!r:.60}; it must name one of {', '.join(MODELS.names)}")
-    if names[0] not in FAMILIES:
-        raise ConfigError(f"model architecture {names[0]:.60} is not supported; supported: {', '.join(MODELS.names)}")
-    return names[0]
+    name = names[0]
+    if name in FAMILIES:
+        return name
+    kind = config.get("model_type")
+    if name.endswith("ForConditionalGeneration"):
+        found = next((other for other, family in FAMILIES.items() if kind in family.text_types), None)
+        if found is not None:
+            return found
+        kinds = ", ".join(kind for family in FAMILIES.values() for kind in family.text_types)
+        raise ConfigError(f"the text part of {name:.60} is a {kind!r:.60}, which is not supported; supported: {kinds}")
+    raise ConfigError(f"model architecture {name:.60} is not supported; supported: {', '.join(MODELS.names)}")
 
 
 def _refuse_unsupported(config: dict[str, Any]) -> None:

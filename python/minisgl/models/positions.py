@@ -90,6 +90,8 @@ def _rope(config: dict[str, Any], scaling: dict[str, Any], head_dim: int) -> Rop
     kind = scaling.get("rope_type", scaling.get("type", "default"))
     if kind == "su" or (kind == "yarn" and "short_factor" in scaling):  # older names in Phi-3's checkpoints
         kind = "longrope"
+    if kind == "mrope" and "factor" not in scaling:  # of images: the positions of a text are the same in all sections
+        kind = "default"
     if kind not in ROPE_TYPES:
         raise ConfigError(f"rope type {kind!r} is not supported yet; supported: {', '.join(ROPE_TYPES)}")
     if scaling.get("partial_rotary_factor", 1.0) != 1.0:

@@ -18,7 +18,7 @@ from torch import Tensor
 from minisgl.checkpoint import hf
 from minisgl.core.errors import ConfigError
 from minisgl.models.model_config import ModelConfig
-from minisgl.models.weight import FLOATS, PROJECTION, open_all
+from minisgl.models.weight import FLOATS, PROJECTION, open_checkpoint, text_part
 from minisgl.ops.quantized import BLOCK, positive, round_fp8, round_int4
 from minisgl.process.log import Progress
 
@@ -114,7 +114,8 @@ def quantize(source: str, target: Path, scheme: str) -> tuple[int, int]:
     """
     folder = hf.resolve_model(source)
     config = hf.load_config(folder)
-    if ModelConfig.from_hf(config).quantization is not None:
+    model = ModelConfig.from_hf(config)
+    if model.quantization is not None:
         raise ConfigError(f"the checkpoint in {folder} is quantized already: give one in 16 or 32 bits")
     if target.exists():
         raise ConfigError(f"{target} exists already: give a new folder")
@@ -122,7 +123,8 @@ def quantize(source: str, target: Path, scheme: str) -> tuple[int, int]:
     unfinished = Path(tempfile.mkdtemp(dir=target.parent, prefix=f".{target.name}."))
     try:
         with torch.inference_mode():
-            sizes = _write(folder, unfinished, config, SCHEMES[scheme])
+            config["architectures"] = [model.architecture]  # of a multimodal model, the text part is written
+            sizes = _write(folder, unfinished, config, SCHEMES[scheme], is_text_part=model.is_text_part)
         unfinished.chmod(0o755)
         unfinished.rename(target)
     finally:
@@ -130,10 +132,13 @@ def quantize(source: str, target: Path, scheme: str) -> tuple[int, int]:
     return sizes
 
 
-def _write(folder: Path, target: Path, config: dict[str, Any], scheme: Scheme) -> tuple[int, int]:
+def _write(
+    folder: Path, target: Path, config: dict[str, Any], scheme: Scheme, *, is_text_part: bool
+) -> tuple[int, int]:
     files = hf.weight_files(folder)
     with ExitStack() as stack:
-        stored = open_all(files, stack)
+        stored = open_checkpoint(files, stack)
+        stored = text_part(stored) if is_text_part else stored
         projections = {n for n, t in stored.items() if PROJECTION.search(n) and len(t.shape) == 2 and t.dtype in FLOATS}
         if not projections:
             raise ConfigError(f"the checkpoint in {folder} has no projections to quantize")

@@ -75,6 +75,7 @@ HARMFUL: Final = {
     r"\.attention\.wq\.": "the names are those of Meta's or Mistral's own format, not of Hugging Face's",
     r"\.(weight_scale\w*|weight_packed|scales|qweight|absmax|SCB)$": "config.json does not describe this quantization",
 }
+TEXT_PART: Final = re.compile(r"(model|lm_head)\.")  # tensors of a multimodal model's decoder
 NEXT_TOKENS: Final = re.compile(r"(model\.layers\.\d+\.)eh_proj\.")  # a layer that predicts tokens after the next
 
 # The projections of a decoder's layers. Routers of experts are not quantized: small errors would change their choices.
@@ -118,6 +119,8 @@ def load_model(
         return model
     with ExitStack() as stack:
         stored = open_checkpoint(hf.weight_files(folder), stack, config.quantization)
+        if config.is_text_part:
+            stored = text_part(stored, logs=comm.info.rank == 0)
 
         def stored_format(name: str) -> Format | None:
             found = stored[name].data if name in stored else None
@@ -159,6 +162,14 @@ def open_checkpoint(files: list[Path], stack: ExitStack, quantization: Quantizat
             raise ConfigError(f"tensor {full} is in {tensor.path.parent} under two names, one of which is {name}")
         stored[full] = tensor
     return stored if quantization is None else dequantized(stored, quantization)
+
+
+def text_part(stored: dict[str, Stored], *, logs: bool = True) -> dict[str, Stored]:
+    """Return the tensors of a multimodal model's decoder; if it `logs`, one line names the other parts."""
+    others = dict.fromkeys(name.split(".")[0] for name in stored if not TEXT_PART.match(name))
+    if others and logs:
+        _log.warning("only the text part of the model is used, without %s", ", ".join(others))
+    return {name: tensor for name, tensor in stored.items() if TEXT_PART.match(name)}
 
 
 def fill(

@@ -193,7 +193,7 @@ REFUSED = {
     ),
     "images": (
         {"architectures": ["LlavaForConditionalGeneration"], "vocab_size": None},
-        "LlavaForConditionalGeneration is not supported",
+        "the text part of LlavaForConditionalGeneration is a None, which is not supported",
     ),
     "too many layers": ({"num_hidden_layers": 10**30}, "from 1 to 4096"),
     "activation": ({"hidden_act": "gelu"}, "'gelu'"),
