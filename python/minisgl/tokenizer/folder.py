@@ -45,12 +45,12 @@ def load_tokenizer(folder: Path) -> Tokenizer:
 
 def read_settings(folder: Path) -> dict[str, Any]:
     """Read tokenizer_config.json, and the older files, whose tokens replace its own unless it lists added tokens."""
-    settings = _read(folder / "tokenizer_config.json")
+    settings = read_object(folder / "tokenizer_config.json")
     if not settings.get("extra_special_tokens"):
         settings["extra_special_tokens"] = settings.pop("additional_special_tokens", None) or []
     if "added_tokens_decoder" not in settings:
-        settings |= _read(folder / "special_tokens_map.json")
-        settings["added_tokens"] = _read(folder / "added_tokens.json")
+        settings |= read_object(folder / "special_tokens_map.json")
+        settings["added_tokens"] = read_object(folder / "added_tokens.json")
     return settings
 
 
@@ -63,10 +63,10 @@ def special_names(settings: dict[str, Any]) -> dict[str, str]:
 def end_names(folder: Path) -> set[str]:
     """Return what the tokenizer's files call the end-of-sequence token, which is one token or two that differ."""
     files = ("tokenizer_config.json", "special_tokens_map.json")
-    return {text for file in files if (text := _text(_read(folder / file).get("eos_token")))}
+    return {text for file in files if (text := _text(read_object(folder / file).get("eos_token")))}
 
 
-def _read(path: Path) -> dict[str, Any]:
+def read_object(path: Path) -> dict[str, Any]:
     return hf.read_json(path) if path.is_file() else {}
 
 
@@ -100,7 +100,7 @@ def _added_tokens(settings: dict[str, Any]) -> list[AddedToken]:
 
 def _is_llama(folder: Path, settings: dict[str, Any]) -> bool:
     """Return whether transformers uses its `LlamaTokenizer` for this folder, with its own pre-tokenizer."""
-    config = _read(folder / "config.json")
+    config = read_object(folder / "config.json")
     kind = settings.get("tokenizer_class") or config.get("tokenizer_class")
     return kind in ("LlamaTokenizer", "LlamaTokenizerFast") and config.get("model_type") not in UNCHANGED
 

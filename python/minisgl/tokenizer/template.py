@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Any, Final
 
 from minisgl.core.errors import RequestError
-from minisgl.tokenizer.folder import read_settings, special_names
+from minisgl.tokenizer.folder import read_object, read_settings, special_names
 from minisgl.tokenizer.jinja import compile_template, fill_in
 from minisgl.tokenizer.reading import Reading
 from minisgl.tokenizer.trial import try_template
@@ -28,6 +28,8 @@ def _sources(folder: Path, settings: dict[str, Any]) -> dict[str, str]:
     if named := {n: f.read_text(encoding="utf-8", errors="replace") for n, f in files.items() if f.is_file()}:
         return named
     value = settings.get("chat_template")
+    if value is None:  # where a multimodal model's processor has it
+        value = read_object(folder / "chat_template.json").get("chat_template")
     if isinstance(value, str):
         return {"default": value}
     if not isinstance(value, list):

@@ -119,6 +119,18 @@ def test_templates_are_found_where_transformers_finds_them(
         assert ours.render(chat, tools, {"x": 3}) == judge.apply_chat_template(chat, tools=tools, x=3, tokenize=False)
 
 
+def test_templates_of_processors_are_the_last_choice(folder: Path, tmp_path: Path) -> None:
+    """transformers reads them with a multimodal model's processor, not with its tokenizer."""
+    for name in ("config.json", "tokenizer.json"):
+        shutil.copy(folder / name, tmp_path)
+    of_processor = {"chat_template.json": json.dumps({"chat_template": "{{ messages[0].content }} seen"})}
+    write_templates(tmp_path, of_processor)
+    chat = [{"role": "user", "content": "u"}]
+    assert ChatTemplate.of_folder(tmp_path).render(chat) == "u seen"
+    write_templates(tmp_path, of_processor, {"default": "plain"})
+    assert ChatTemplate.of_folder(tmp_path).render(chat) == "plain"
+
+
 GENERATION = (
     "{% set y = 'out' %}{% for m in messages %}{% if m.role == 'assistant' %}\n  {%- generation -%}\n"
     "{% set y = m.content %}{{ loop.index }}{{ m.content }}{{ y }}\n{% endgeneration %}\n{% else %}{{ m.content }}\n"
