@@ -16,9 +16,8 @@ from safetensors.torch import save_file
 from minisgl.distributed.communicator import SoloCommunicator
 from minisgl.distributed.info import ALONE, DistributedInfo
 from minisgl.layers.builder import Builder, Parameter, Source
-from minisgl.models.families import MODELS
 from minisgl.models.model_config import ModelConfig
-from minisgl.models.weight import DUMMY_STD
+from minisgl.models.weight import DUMMY_STD, MODELS
 from minisgl.ops.table import load_ops
 from minisgl.tools.bench.shapes import SHAPES, write_config
 

@@ -18,10 +18,10 @@ import numpy as np
 
 from minisgl.core.layout import HISTORY_HEAD, NO_INTS, NO_PAGE_WRITES, Flag, words
 from minisgl.core.plan import BatchPlan
-from minisgl.device.device import create_device
+from minisgl.device.create import create_device
 from minisgl.device.machine import choose_device
-from minisgl.engine.config import resolve
 from minisgl.engine.engine import Engine
+from minisgl.engine.resolve import resolve
 from minisgl.engine.trial import spread_plan
 from minisgl.settings.options import SchedulerConfig, build_config
 from minisgl.tools.bench.shapes import shape_options

@@ -133,7 +133,7 @@ def _rank(args: argparse.Namespace, rank: int, ranks: int, pipe: Any) -> None:
     import torch
     from checkpoint import build_parameters
 
-    from minisgl.device.device import create_device
+    from minisgl.device.create import create_device
     from minisgl.distributed.info import DistributedInfo
     from minisgl.models.weight import fill, open_checkpoint
 

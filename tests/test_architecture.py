@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import sys
 import tomllib
+from graphlib import TopologicalSorter
 from importlib.metadata import packages_distributions, version
 from pathlib import Path
 
@@ -29,6 +30,17 @@ def test_imports_follow_the_order(path: Path) -> None:
     if room in TORCH_FREE or where in TORCH_FREE_FILES:
         eager = {module.partition(".")[0] for module, is_eager in imports(path) if is_eager}
         assert "torch" not in eager, f"{where} must not need torch"
+
+
+def test_no_files_import_each_other_in_a_circle() -> None:
+    """Neither for types, nor inside of functions."""
+    files = {
+        ".".join(("minisgl", *path.relative_to(PACKAGE).with_suffix("").parts)): path for path in PACKAGE.rglob("*.py")
+    }
+    graph: dict[str, set[str]] = {}
+    for name, path in files.items():
+        graph[name] = {module for module, _ in imports(path) if module in files and module != name}
+    TopologicalSorter(graph).prepare()
 
 
 def test_dependencies_are_declared() -> None:

@@ -20,12 +20,12 @@ import torch
 from minisgl.core.layout import FULL, NO_MASKS, PAGE_WRITE, ROW_STATE, SLOT, Flag
 from minisgl.core.params import Grammar, SamplingParams
 from minisgl.core.plan import BatchPlan
-from minisgl.device.device import create_device
+from minisgl.device.create import create_device
 from minisgl.distributed.group import Group
-from minisgl.engine.config import resolve
 from minisgl.engine.engine import Engine
-from minisgl.scheduler.plan import decode_flags, penalty_record, sampling_flags
+from minisgl.engine.resolve import resolve
 from minisgl.scheduler.req import Req
+from minisgl.scheduler.writes import decode_flags, penalty_record, sampling_flags
 from minisgl.settings.options import EngineConfig
 from minisgl.tools.bench.report import format_table
 from minisgl.tools.bench.shapes import SHAPES, shape_options

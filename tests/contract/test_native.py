@@ -22,8 +22,8 @@ from minisgl import LLM, SamplingParams
 from minisgl.core.layout import ROW_STATE, Flag
 from minisgl.distributed.group import Group
 from minisgl.distributed.info import ALONE
-from minisgl.engine.config import resolve
 from minisgl.engine.engine import Engine
+from minisgl.engine.resolve import resolve
 from minisgl.engine.runner import EagerRunner
 from minisgl.models.families import FAMILIES
 from minisgl.models.positions import SLIDING

@@ -13,7 +13,7 @@ from transformers import Qwen3Config
 from contract.checkpoints import COMMON, SCALED_ROPES, Checkpoint, architecture, configurations, save
 from contract.harness import CPU, MiniEngine, Span
 from minisgl.distributed.communicator import Communicator
-from minisgl.models.families import MODELS
+from minisgl.models.weight import MODELS
 from minisgl.tools.verify.checks import HALF_FACTOR, reference, relative_errors
 from support.ranks import run_ranks
 

@@ -18,8 +18,8 @@ from contract.native_engine import NativeEngine
 from contract.test_native import SHAPES, A, B, C, assert_close, wide
 from minisgl import LLM, SamplingParams
 from minisgl.core.errors import ConfigError
-from minisgl.engine.config import resolve
 from minisgl.engine.engine import Engine
+from minisgl.engine.resolve import resolve
 from minisgl.models.quantize import quantize
 from minisgl.ops.quantized import INT8, MADE, Format, Quantized, round_int4
 from minisgl.settings.options import EngineConfig

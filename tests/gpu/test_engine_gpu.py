@@ -20,10 +20,10 @@ from minisgl import LLM, Grammar, SamplingParams
 from minisgl.checkpoint.hf import BUILTIN_MODEL, load_config
 from minisgl.core.layout import FULL, Flag
 from minisgl.core.plan import BatchPlan
-from minisgl.device.device import create_device
-from minisgl.engine.config import resolve
+from minisgl.device.create import create_device
 from minisgl.engine.engine import Engine
 from minisgl.engine.graphs.capture import TAILS, tail_of
+from minisgl.engine.resolve import resolve
 from minisgl.engine.trial import trial_plan
 from minisgl.scheduler.check import check_idle
 from minisgl.settings.options import EngineConfig

@@ -47,8 +47,8 @@ from minisgl.engine.state import LogitPenalties, RowState
 from minisgl.engine.trial import trial_plan
 from minisgl.layers.linear import Stream
 from minisgl.ops.table import load_ops
-from minisgl.scheduler.plan import decode_flags, penalty_record, row_fields, sampling_flags
 from minisgl.scheduler.req import Req
+from minisgl.scheduler.writes import decode_flags, penalty_record, row_fields, sampling_flags
 from minisgl.settings.options import MAX_DRAFTS
 from minisgl.speculative.ngram import NGramDrafter
 
@@ -166,7 +166,7 @@ def parts(ops: str | None = None, *, has_model: bool = False) -> Parts:
     drafting = None
     if ops is not None:
         drafter = Head() if has_model else NGramDrafter(load_ops(ops))
-        drafting = Drafting(ROWS + 1, 80, state.last_token, drafter, device)
+        drafting = Drafting(ROWS + 1, 80, state.last_token, drafter, device, drafter if has_model else None)
     return Parts(device, load_ops("reference"), *played, state, penalties, comm, vocab, drafting)
 
 

@@ -21,7 +21,6 @@ from minisgl.core.rounding import ceil_div
 
 if TYPE_CHECKING:
     from minisgl.distributed.info import DistributedInfo
-    from minisgl.ops.table import OpTable
 
 AddNorm = Callable[[Tensor, Tensor, Tensor, float], tuple[Tensor, Tensor]]
 """The signature of `reference.add_rms_norm`."""
@@ -52,14 +51,6 @@ class Communicator(ABC):
     def __init__(self, info: DistributedInfo, device: torch.device) -> None:
         self.info = info
         self.device = device
-
-    def with_peers(self, max_tokens: int, hidden: int, dtype: torch.dtype, ops: OpTable) -> Communicator:
-        """Return a communicator that sums [tokens, hidden] through peer memory if that is faster, else this one."""
-        if not self.is_nccl:
-            return self
-        from minisgl.distributed.peer import with_peers
-
-        return with_peers(self, max_tokens, hidden, dtype, ops)
 
     @abstractmethod
     def sum(self, x: Tensor) -> Tensor:

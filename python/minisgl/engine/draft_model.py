@@ -15,6 +15,7 @@ from minisgl.core.layout import NO_SLOTS, Flag
 from minisgl.core.plan import Batch, BatchPlan, Sampling, SeqLayout, StepShape
 from minisgl.distributed.tensor_parallel import VocabParallel
 from minisgl.engine.batch import make_batch
+from minisgl.engine.resolve import make_mixers
 from minisgl.layers.builder import Builder
 from minisgl.models.weight import load_model
 from minisgl.ops.deferred import finished
@@ -205,10 +206,10 @@ def make_draft_model(parts: Parts, spec: EngineSpec, holds: Callable[[Format], b
             source.folder, source.model, spec.dtype, device, parts.ops, spec.dummy_weight, comm=parts.comm, holds=holds
         )
         parts.store.add(model.states)
-        mixers = own.mixers(model.mixers, device.type, parts.ops)
+        mixers = make_mixers(own, model.mixers, device.type, parts.ops)
         return SmallModel(replace(parts, model=model, mixers=mixers), own)
     head = Eagle3Head(Builder(parts.ops, spec.dtype, device.torch_device, parts.comm), source)
     parts.store.add(head.states)
     head.load(source, spec.model.vocab_size, device, spec.dummy_weight)
-    mixers = own.mixers(head.mixers, device.type, parts.ops)
+    mixers = make_mixers(own, head.mixers, device.type, parts.ops)
     return Eagle3(replace(parts, mixers=mixers), own, head, source.layers)

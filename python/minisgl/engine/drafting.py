@@ -3,20 +3,37 @@
 from __future__ import annotations
 
 from dataclasses import replace
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Protocol
 
 import numpy as np
 import torch
 from torch import Tensor
 
 from minisgl.core.layout import HISTORY_HEAD, PROPOSED, words
-from minisgl.engine.draft_model import DraftModel
 from minisgl.settings.options import MAX_DRAFTS
 
 if TYPE_CHECKING:
     from minisgl.core.plan import Batch, BatchPlan, DraftColumns, Ints
     from minisgl.device.device import Device
+    from minisgl.layers.builder import Parameter
     from minisgl.speculative import Drafter
+
+
+class DraftingModel(Protocol):
+    """A drafter that is a model, as steps use it; see `draft_model.py: DraftModel`."""
+
+    layers: tuple[int, ...]
+    parameters: tuple[Parameter, ...]
+
+    def read_prompts(self, plan: BatchPlan) -> None: ...
+
+    def draft(self, plan: BatchPlan, drafting: Drafting) -> None: ...
+
+    def draft_rows(self, inputs: Tensor, most: int, flags: int, drafting: Drafting) -> None: ...
+
+    def follow(
+        self, batch: Batch, input_ids: Tensor, states: list[Tensor], out: Tensor, drafting: Drafting
+    ) -> None: ...
 
 
 class Drafting:
@@ -27,10 +44,19 @@ class Drafting:
     drafts   [rows, MAX_DRAFTS] int32, what may follow
     """
 
-    def __init__(self, rows: int, max_tokens: int, last_token: Tensor, drafter: Drafter, device: Device) -> None:
+    def __init__(
+        self,
+        rows: int,
+        max_tokens: int,
+        last_token: Tensor,
+        drafter: Drafter,
+        device: Device,
+        model: DraftingModel | None = None,
+    ) -> None:
+        """`model` is the drafter, if it is a model."""
         self.last_token = last_token
         self.drafter = drafter
-        self.model = drafter if isinstance(drafter, DraftModel) else None
+        self.model = model
         self._device = device
 
         def empty(*shape: int) -> Tensor:  # uninitialised, since untouched memory is free on a CPU

@@ -14,14 +14,16 @@ from minisgl.checkpoint.hf import fingerprint
 from minisgl.core.errors import ConfigError
 from minisgl.core.layout import FULL, STATE, WINDOW
 from minisgl.core.params import MAX_LOGIT_BIASES, MAX_STOP_TOKENS, Limits
-from minisgl.device.device import Device, create_device
+from minisgl.device.create import create_device
+from minisgl.device.device import Device
 from minisgl.distributed.group import Group
 from minisgl.distributed.tensor_parallel import VocabParallel
-from minisgl.engine.config import EngineSpec, resolve
+from minisgl.engine.config import EngineSpec
 from minisgl.engine.costs import measure_costs
-from minisgl.engine.draft_model import make_draft_model
+from minisgl.engine.draft_model import DraftModel, make_draft_model
 from minisgl.engine.drafting import Drafting
 from minisgl.engine.memory import MemoryPlan, plan_memory
+from minisgl.engine.resolve import make_mixers, resolve
 from minisgl.engine.runner import NO_TOKENS, RUNNERS, ForwardOutput, Parts, Runner, RunnerFactory
 from minisgl.engine.state import LogitPenalties, RowState
 from minisgl.kvcache.snapshots import Bounded
@@ -194,7 +196,10 @@ def load_parts(spec: EngineSpec, device: Device, group: Group, factory: RunnerFa
     """Load the weights of this rank, and make what the runners share. The store has no pages yet."""
     m, rows, ops = spec.model, spec.max_running_requests, resolve_ops(device.type)
     comm = group.communicator(device.torch_device, spec.use_pynccl)
-    comm = comm.with_peers(spec.max_step_tokens, m.hidden_size, spec.dtype, ops)
+    if comm.is_nccl:
+        from minisgl.distributed.peer import with_peers
+
+        comm = with_peers(comm, spec.max_step_tokens, m.hidden_size, spec.dtype, ops)
     tell("loading weights", spec.info.rank == 0)
     progress = Progress("loading weights", "B", spec.info.rank == 0).update
     kind = made(device.type, spec.quantization or "", m.hidden_size)
@@ -203,7 +208,7 @@ def load_parts(spec: EngineSpec, device: Device, group: Group, factory: RunnerFa
     store.add(model.states)
     # One row more than requests: the dummy row pads captured steps.
     state = RowState(rows + 1, spec.pages_per_row, device.torch_device, len(store.page_bytes))
-    mixers = spec.mixers(model.mixers, device.type, ops)
+    mixers = make_mixers(spec, model.mixers, device.type, ops)
     max_biases = MAX_LOGIT_BIASES + MAX_STOP_TOKENS + len(spec.eos_token_ids)
     penalties = LogitPenalties(0 if limits.embeds else rows + 1, m.vocab_size, max_biases, device)
     vocab = VocabParallel(comm, m.vocab_size)
@@ -212,4 +217,5 @@ def load_parts(spec: EngineSpec, device: Device, group: Group, factory: RunnerFa
         return parts
     has_model = spec.draft is not None
     drafter = make_draft_model(parts, spec, factory.holds) if has_model else DRAFTERS.load(spec.drafter)(ops)
-    return replace(parts, drafting=Drafting(rows + 1, spec.max_seq_len, state.last_token, drafter, device))
+    own = drafter if isinstance(drafter, DraftModel) else None
+    return replace(parts, drafting=Drafting(rows + 1, spec.max_seq_len, state.last_token, drafter, device, own))

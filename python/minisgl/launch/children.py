@@ -108,15 +108,15 @@ def run_scheduler(args: ServerArgs, ready: Ready) -> None:
     tell("importing torch")
     import torch
 
+    from minisgl.scheduler.create import create_scheduler
     from minisgl.scheduler.follower import meet_ranks
     from minisgl.scheduler.io import ZmqIO
-    from minisgl.scheduler.scheduler import Scheduler
 
     try:
         with torch.inference_mode():
             group = meet_ranks(args.scheduler, local_ranks(args)[0])
             io = ZmqIO(args.zmq_scheduler_addr, args.zmq_detokenizer_addr, args.zmq_frontend_addr, args.life)
-            scheduler = Scheduler.from_config(args.scheduler, io, group)
+            scheduler = create_scheduler(args.scheduler, io, group)
             gc.collect()
             gc.freeze()  # or full collections would scan the model and its graphs during steps
             group.bus.watch(_end_after)

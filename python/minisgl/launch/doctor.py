@@ -96,9 +96,9 @@ def time_step() -> float:
 
     Raises `NativeError` if its logits are not finite.
     """
-    from minisgl.device.device import create_device
-    from minisgl.engine.config import resolve
+    from minisgl.device.create import create_device
     from minisgl.engine.engine import Engine
+    from minisgl.engine.resolve import resolve
     from minisgl.engine.trial import decode_plan
 
     config = EngineConfig(device="cpu", num_pages=1, max_running_requests=1)
@@ -121,9 +121,9 @@ def _model(args: ServerArgs) -> Facts:
         yield "model", str(e)
         return
     from minisgl.attention.selection import ATTENTION
-    from minisgl.device.device import create_device
-    from minisgl.engine.config import resolve
+    from minisgl.device.create import create_device
     from minisgl.engine.memory import plan_blocks, rows_at_once
+    from minisgl.engine.resolve import resolve
     from minisgl.native.runner import refusal
 
     device = choose_device(config.device)

@@ -32,8 +32,8 @@ from minisgl.llm.completions import Completion, Completions, Listener, Piece, Re
 from minisgl.llm.ranks import running_ranks
 from minisgl.process.log import Progress
 from minisgl.process.processes import held_interrupt
+from minisgl.scheduler.create import create_scheduler
 from minisgl.scheduler.io import OfflineIO
-from minisgl.scheduler.scheduler import Scheduler
 from minisgl.settings.options import SchedulerConfig, build_config
 from minisgl.settings.sources import as_written
 from minisgl.tokenizer.detokenize import DetokenizeManager
@@ -97,7 +97,7 @@ class LLM:
         with contextlib.ExitStack() as stack:
             ranks = stack.enter_context(running_ranks(config))
             self._io = OfflineIO()
-            self.scheduler = ranks.start(lambda: Scheduler.from_config(config, self._io, ranks.group))
+            self.scheduler = ranks.start(lambda: create_scheduler(config, self._io, ranks.group))
             has_snapshots = self.scheduler.cache.bounded is not None
             self.tokenizer.limits = msgspec.structs.replace(self.tokenizer.limits, has_snapshots=has_snapshots)
             stack.callback(self.scheduler.engine.shutdown)

@@ -5,12 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from types import MappingProxyType
-from typing import TYPE_CHECKING, Any, Final
-
-from minisgl.core.registry import Registry
-
-if TYPE_CHECKING:
-    from minisgl.models.llama import LlamaForCausalLM
+from typing import Any, Final
 
 LLAMA: Final = "minisgl.models.llama:LlamaForCausalLM"
 WINDOW: Final = {"sliding_window": 4096}
@@ -142,7 +137,3 @@ FAMILIES: Final[Mapping[str, Family]] = MappingProxyType(
         ),
     }
 )
-
-MODELS: Final[Registry[type[LlamaForCausalLM]]] = Registry("model architecture")
-for _name, _family in FAMILIES.items():
-    MODELS.add(_name, _family.decoder)

@@ -10,7 +10,7 @@ from minisgl.checkpoint.quantization import Quantization, read_quantization
 from minisgl.core.errors import ConfigError
 from minisgl.core.layout import FULL, WINDOW
 from minisgl.core.specs import GroupedQuery
-from minisgl.models.families import FAMILIES, MODELS, ExpertFlags, Family
+from minisgl.models.families import FAMILIES, ExpertFlags, Family
 from minisgl.models.positions import number, read_ropes, read_windows, size
 
 if TYPE_CHECKING:
@@ -182,7 +182,7 @@ class ModelConfig:
 def _architecture(config: dict[str, Any]) -> str:
     names = config.get("architectures")
     if not isinstance(names, list) or len(names) != 1 or not isinstance(names[0], str):
-        raise ConfigError(f"config.json has architectures={names!r:.60}; it must name one of {', '.join(MODELS.names)}")
+        raise ConfigError(f"config.json has architectures={names!r:.60}; it must name one of {', '.join(FAMILIES)}")
     name = names[0]
     if name in FAMILIES:
         return name
@@ -193,7 +193,7 @@ def _architecture(config: dict[str, Any]) -> str:
             return found
         kinds = ", ".join(kind for family in FAMILIES.values() for kind in family.text_types)
         raise ConfigError(f"the text part of {name:.60} is a {kind!r:.60}, which is not supported; supported: {kinds}")
-    raise ConfigError(f"model architecture {name:.60} is not supported; supported: {', '.join(MODELS.names)}")
+    raise ConfigError(f"model architecture {name:.60} is not supported; supported: {', '.join(FAMILIES)}")
 
 
 def _refuse_unsupported(config: dict[str, Any]) -> None:

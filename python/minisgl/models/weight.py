@@ -27,11 +27,12 @@ from torch import Tensor
 
 from minisgl.checkpoint import hf
 from minisgl.core.errors import ConfigError
+from minisgl.core.registry import Registry
 from minisgl.distributed.communicator import Communicator, SoloCommunicator
 from minisgl.distributed.info import ALONE
 from minisgl.layers.builder import Builder, Init, Parameter, Source
 from minisgl.models.dequantize import LAYOUTS, Matrix, Stored, dequantized
-from minisgl.models.families import MODELS
+from minisgl.models.families import FAMILIES
 from minisgl.ops.quantized import INT8, Format, Quantized, Rounding, rounded
 
 if TYPE_CHECKING:
@@ -45,6 +46,10 @@ _log = logging.getLogger(__name__)
 
 Progress = Callable[[int, int], None]
 """Called by any thread as loading proceeds, with (bytes loaded, bytes to load)."""
+
+MODELS: Final[Registry[type[LlamaForCausalLM]]] = Registry("model architecture")
+for _name, _family in FAMILIES.items():
+    MODELS.add(_name, _family.decoder)
 
 FLOATS: Final = {"F64": 8, "F32": 4, "F16": 2, "BF16": 2}  # bytes of an element, by the file format's name of a dtype
 

@@ -15,7 +15,7 @@ from minisgl.core.errors import ConfigError, NativeError
 from minisgl.core.layout import NO_MASKS, NO_PAGE_WRITES, NO_ROW_STATES, SLOT, Flag
 from minisgl.core.plan import BatchPlan, StepResult
 from minisgl.engine.batch import make_sampling
-from minisgl.engine.draft_model import SAMPLED_ALIKE, Eagle3, draft_spec, drafted_rows
+from minisgl.engine.draft_model import SAMPLED_ALIKE, DraftModel, Eagle3, draft_spec, drafted_rows
 from minisgl.engine.pooling import base_runner
 from minisgl.engine.runner import ForwardOutput
 from minisgl.models.families import FAMILIES
@@ -34,7 +34,6 @@ if TYPE_CHECKING:
     from minisgl.core.plan import Ints, Records, Sampling
     from minisgl.device.device import CpuDevice, Pending
     from minisgl.engine.config import EngineSpec
-    from minisgl.engine.draft_model import DraftModel
     from minisgl.engine.drafting import Drafting
     from minisgl.engine.runner import Parts, Runner
 
@@ -202,7 +201,7 @@ class NativeRunner:
         self._model = NativeModel(parts, spec, library, threads=device.threads, **fields)
         self.logits = self._model.logits
         self._drafter = None
-        if drafting is not None and drafting.model is not None:
+        if drafting is not None and isinstance(drafting.model, DraftModel):
             fields |= {"target": self._model.handle, "last_token": parts.state.last_token.data_ptr()}
             self._drafter = _Drafter(drafting, drafting.model, library, device, fields)
 

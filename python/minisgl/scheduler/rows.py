@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING
 import numpy as np
 
 from minisgl.core.plan import BatchPlan
-from minisgl.scheduler.plan import RowWrites, decode_flags
+from minisgl.scheduler.writes import RowWrites, decode_flags
 
 if TYPE_CHECKING:
     import numpy.typing as npt

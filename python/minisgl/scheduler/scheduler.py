@@ -23,7 +23,7 @@ from typing import TYPE_CHECKING, Final
 
 import numpy as np
 
-from minisgl.core.errors import ConfigError, InvariantError, RequestError
+from minisgl.core.errors import InvariantError, RequestError
 from minisgl.core.layout import NO_INTS
 from minisgl.core.message import (
     AbortMsg,
@@ -57,7 +57,6 @@ if TYPE_CHECKING:
     from collections.abc import Callable
 
     from minisgl.core.plan import Ints, StepResult
-    from minisgl.distributed.group import Group
     from minisgl.scheduler.io import SchedulerIO
     from minisgl.scheduler.plan import StepEngine, Wave
     from minisgl.scheduler.rows import Index
@@ -119,24 +118,6 @@ class Scheduler:
         self._max_queue_time = config.max_queue_time
         self._arrivals: deque[tuple[float, int]] = deque()  # the latest time to begin, uid; in order
         self._check = check_invariants if is_check_mode() else None
-
-    @classmethod
-    def from_config(cls, config: SchedulerConfig, io: SchedulerIO, group: Group) -> Scheduler:
-        """Load the model as rank 0 of `group`, and return a scheduler of that engine."""
-        from minisgl.engine.engine import Engine
-        from minisgl.grammar.trial import TriedCompiler
-
-        if config.cache_type != "radix" and (config.engine.host_kv or config.engine.disk_kv):
-            raise ConfigError(f"--host-kv and --disk-kv keep cached prefixes, and --cache {config.cache_type} has none")
-        engine = Engine.from_config(config.engine, config.max_prefill_length, group)
-        if engine.spec.pooling == "mean":
-            config = replace(config, cache_type="naive")  # a cached prefix has no hidden states to pool
-        compiler = TriedCompiler(engine.spec.folder, engine.limits.vocab_size, engine.eos_token_ids)
-        if config.record is None:
-            return cls(config, engine, io, Grammars(compiler), group.bus)
-        from minisgl.scheduler.record import recorded
-
-        return recorded(config, engine, io, Grammars(compiler), group.bus)
 
     # -- the cycle
 
@@ -224,7 +205,7 @@ class Scheduler:
             case TellPrefixesMsg():
                 self.cache.prefix.track_changes()
             case ViewMsg(uid):
-                self.io.send_view(engine_view(self, uid))
+                self.io.send_view(engine_view(self, uid, self.stats))
             case ExitMsg():
                 self.is_exiting = True
 

@@ -211,7 +211,7 @@ def serve(path: str, steps: int, port: int) -> None:
             replay = Replay(path)
         replay.advance(step)
         scheduler = replay.scheduler
-        view, stats = engine_view(scheduler, 0), scheduler.stats.snapshot(scheduler)
+        view, stats = engine_view(scheduler, 0, scheduler.stats), scheduler.stats.snapshot(scheduler)
         body = {"view": view, "stats": stats, "replay": {"step": replay.step, "steps": steps}}
         return Response(msgspec.json.encode(body), media_type="application/json")
 

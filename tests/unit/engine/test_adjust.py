@@ -13,8 +13,8 @@ from minisgl.core.layout import NO_MASKS, Flag
 from minisgl.device.device import CpuDevice
 from minisgl.engine.state import LogitPenalties
 from minisgl.ops.sampling import apply_penalties, count_tokens
-from minisgl.scheduler.plan import penalty_record
 from minisgl.scheduler.req import Req
+from minisgl.scheduler.writes import penalty_record
 
 pytestmark = pytest.mark.usefixtures("fixed_costs")
 

@@ -15,9 +15,9 @@ from minisgl import LLM
 from minisgl.core.plan import DRAFT_CONTEXT, BatchPlan, StepCosts
 from minisgl.device.device import CpuDevice, Device
 from minisgl.engine import costs as measured
-from minisgl.engine.config import resolve
 from minisgl.engine.costs import SLACK, measure_costs
 from minisgl.engine.engine import Engine
+from minisgl.engine.resolve import resolve
 from minisgl.kvcache.arena import Blocks
 from minisgl.settings.options import EngineConfig
 from support.fake_engine import step_seconds

@@ -24,11 +24,11 @@ from minisgl.core.params import SamplingParams
 from minisgl.core.plan import BatchPlan, StepCosts
 from minisgl.device.device import CpuDevice
 from minisgl.engine.batch import make_batch
-from minisgl.engine.config import resolve
 from minisgl.engine.draft_model import drafted_rows
 from minisgl.engine.drafting import Drafting
 from minisgl.engine.engine import Engine
 from minisgl.engine.fit import check_fit
+from minisgl.engine.resolve import resolve
 from minisgl.engine.trial import spread_plan
 from minisgl.models.llama import LlamaModel
 from minisgl.native.runner import NativeModel, NativeRunner

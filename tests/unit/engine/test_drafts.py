@@ -17,8 +17,8 @@ from minisgl.core.layout import PROPOSED
 from minisgl.core.message import AbortMsg, UserMsg, ids_from_bytes, ids_to_bytes
 from minisgl.core.params import Grammar, SamplingParams
 from minisgl.device.device import CpuDevice, Device
-from minisgl.engine.config import resolve
 from minisgl.engine.engine import Engine
+from minisgl.engine.resolve import resolve
 from minisgl.ops.table import load_ops
 from minisgl.scheduler.grammars import Grammars
 from minisgl.scheduler.io import OfflineIO

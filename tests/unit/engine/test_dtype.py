@@ -12,7 +12,7 @@ import torch
 
 from minisgl.core.errors import NativeError
 from minisgl.distributed.info import ALONE
-from minisgl.engine.config import resolve
+from minisgl.engine.resolve import resolve
 from minisgl.native.library import load_native
 from minisgl.settings.options import EngineConfig
 from minisgl.tools.bench.shapes import SHAPES

@@ -22,8 +22,8 @@ from minisgl.core.message import AbortMsg, Finished, Started, UserMsg, ids_to_by
 from minisgl.core.params import EMBED
 from minisgl.core.plan import FinishReason
 from minisgl.distributed.communicator import Communicator
-from minisgl.engine.config import resolve
 from minisgl.engine.pooling import PoolingRunner
+from minisgl.engine.resolve import resolve
 from minisgl.models.model_config import ModelConfig
 from minisgl.settings.options import EngineConfig
 from minisgl.tools.verify.steps import span_plan

@@ -18,12 +18,12 @@ from minisgl.core.params import Grammar, SamplingParams
 from minisgl.core.plan import FinishReason
 from minisgl.core.registry import _Entry
 from minisgl.device.device import CpuDevice, Device
-from minisgl.engine.config import resolve
 from minisgl.engine.engine import Engine
+from minisgl.engine.resolve import resolve
 from minisgl.engine.runner import MIXERS
 from minisgl.kvcache import tree
 from minisgl.kvcache.store import StateStore
-from minisgl.models.families import MODELS
+from minisgl.models.weight import MODELS
 from minisgl.scheduler.budget import LoadBudget, Pace
 from minisgl.scheduler.check import check_idle
 from minisgl.scheduler.grammars import Grammars

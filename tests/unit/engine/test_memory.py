@@ -8,9 +8,10 @@ from pathlib import Path
 import pytest
 
 from minisgl.core.rounding import ceil_div
-from minisgl.engine.config import EngineSpec, resolve
+from minisgl.engine.config import EngineSpec
 from minisgl.engine.fit import Checkpoint, Footprint
 from minisgl.engine.memory import least_blocks, plan_blocks, row_pages, rows_at_once
+from minisgl.engine.resolve import resolve
 from minisgl.settings.options import EngineConfig
 from minisgl.tools.bench.shapes import SHAPES
 

@@ -13,7 +13,7 @@ from transformers import AutoModelForCausalLM
 
 from contract.checkpoints import configurations, save
 from contract.harness import MiniEngine, Span
-from minisgl.engine.config import resolve
+from minisgl.engine.resolve import resolve
 from minisgl.models import weight
 from minisgl.settings.options import EngineConfig
 

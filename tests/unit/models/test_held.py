@@ -25,11 +25,10 @@ from minisgl.layers.builder import Builder, Init, Parameter, Source
 from minisgl.layers.linear import RMSNorm, Stream
 from minisgl.models import quantize, weight
 from minisgl.models.dequantize import Matrix
-from minisgl.models.families import MODELS
 from minisgl.models.llama import LlamaForCausalLM
 from minisgl.models.mlp import SparseMLP
 from minisgl.models.model_config import ModelConfig
-from minisgl.models.weight import fill, load_model, open_checkpoint
+from minisgl.models.weight import MODELS, fill, load_model, open_checkpoint
 from minisgl.ops.quantized import INT8, MADE, MXFP4, Format, Quantized, made, pack, round_int4, unpack
 from minisgl.ops.table import load_ops
 from unit.models.test_dequantize import mxfp4

@@ -195,7 +195,7 @@ def test_the_view_tells_where_pages_are() -> None:
     h = small_pool([HOST])
     for start in (100, 200, 100):
         ask(h, start)
-    view = engine_view(h.scheduler, 1)
+    view = engine_view(h.scheduler, 1, h.scheduler.stats)
     assert {node.place for node in view.nodes} == {"device", "host"}
     (tier,) = view.tiers
     assert h.scheduler.stats.snapshot(h.scheduler).tiers == [tier]

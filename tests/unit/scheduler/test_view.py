@@ -20,7 +20,7 @@ SHARED = list(range(1, 13))  # three pages
 
 def checked(h: Harness) -> EngineView:
     """Return a view after checking that its counts add up."""
-    view = engine_view(h.scheduler, 7)
+    view = engine_view(h.scheduler, 7, h.scheduler.stats)
     assert view.uid == 7
     parts = (view.pages_free, view.pages_private, view.pages_locked, view.pages_cached)
     assert min(parts) >= 0 and sum(parts) == view.pages_total
@@ -102,7 +102,7 @@ def test_the_view_truncates_large_trees(fan_out: int) -> None:
     times = []
     for _ in range(5):
         started = time.process_time()
-        view = engine_view(h.scheduler, 1)
+        view = engine_view(h.scheduler, 1, h.scheduler.stats)
         Codec(FrontendMsg).encode([view])
         times.append(time.process_time() - started)
     assert len(view.nodes) == (outlines.MAX_NODES if fan_out < 10_000 else outlines.MAX_CHILDREN)
@@ -127,6 +127,6 @@ def test_the_view_shows_texts_only_if_told_to_and_of_salted_prompts_never(
         h.add([*SHARED, last, 21, 22, 23], max_tokens=2, cache_salt=salt)
         while h.scheduler.is_busy or h.io.inbox:
             h.step()
-    nodes = engine_view(h.scheduler, 1).nodes
+    nodes = engine_view(h.scheduler, 1, h.scheduler.stats).nodes
     assert len(nodes) == 3
     assert all(bool(node.head) == is_shown for node in nodes)

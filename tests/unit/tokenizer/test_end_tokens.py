@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 
 from minisgl.checkpoint.hf import BUILTIN_MODEL
-from minisgl.engine.config import resolve
+from minisgl.engine.resolve import resolve
 from minisgl.launch.launch import check_args
 from minisgl.settings.options import EngineConfig, SchedulerConfig, ServerArgs
 from minisgl.tokenizer.end_tokens import EndTokens

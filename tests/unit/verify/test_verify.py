@@ -13,7 +13,7 @@ from contract.checkpoints import configurations, save
 from contract.harness import MiniEngine, Span
 from minisgl.checkpoint.hf import BUILTIN_MODEL
 from minisgl.core.errors import ConfigError
-from minisgl.engine.config import resolve
+from minisgl.engine.resolve import resolve
 from minisgl.llm.completions import Completion
 from minisgl.settings.options import EngineConfig
 from minisgl.tools.verify.checks import FLOAT32_LIMIT, HALF_FACTOR, WAYS, Reference, Texts, check_logits, compare

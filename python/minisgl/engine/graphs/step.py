@@ -14,6 +14,7 @@ from torch import Tensor
 from minisgl.core.layout import NO_SLOTS, Flag
 from minisgl.core.plan import BatchPlan
 from minisgl.engine.batch import make_batch
+from minisgl.engine.draft_model import DraftModel
 from minisgl.engine.graphs.capture import TAILS, tail_of
 from minisgl.engine.graphs.drafts import DraftGraphs
 from minisgl.engine.graphs.inputs import MAX_PAGE_WRITES, MAX_ROW_STATES, StepInputs
@@ -89,7 +90,7 @@ class CapturedRunner:
         self._io = StepInputs(parts, sizes, max(most, max_rows), max_rows)
         self._hidden: list[Tensor] = []
         self._model = None
-        if parts.drafting is not None and (model := parts.drafting.model) is not None:
+        if parts.drafting is not None and isinstance(model := parts.drafting.model, DraftModel):
             self._model, self._drafts = model, DraftGraphs(parts, parts.drafting, model, capture, max_rows)
         self._states: dict[int, Tensor] = {}  # [most tokens, H], outputs of the layers that the model reads
         self._most_tokens = max(size.tokens for size in sizes)

@@ -1,4 +1,4 @@
-// Written by `python -m minisgl.native.abi`; what the fields mean stands in core/layout.py and native/abi.py.
+// Written by `python -m minisgl.native.abi`; what the fields mean stands in layout.py and native/abi.py.
 #pragma once
 #include <cstdint>
 

@@ -12,8 +12,9 @@ import torch
 from minisgl.core.errors import ConfigError
 from minisgl.core.message import FlushCacheMsg
 from minisgl.core.params import SamplingParams
-from minisgl.device.device import create_device
-from minisgl.engine.config import EngineSpec, resolve
+from minisgl.device.create import create_device
+from minisgl.engine.config import EngineSpec
+from minisgl.engine.resolve import resolve
 from minisgl.llm.llm import LLM
 from minisgl.settings.options import SchedulerConfig, build_config
 from minisgl.tokenizer.folder import load_tokenizer
