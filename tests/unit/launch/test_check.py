@@ -48,8 +48,8 @@ def test_tokens_beyond_the_vocabulary_are_told(folder: Path, caplog: pytest.LogC
     ("config", "says"),
     [
         (
-            {"architectures": ["LlavaForConditionalGeneration"], "text_config": {"vocab_size": 5}, "vision_config": {}},
-            "architecture LlavaForConditionalGeneration is not supported",
+            {"architectures": ["NewForCausalLM"], "text_config": {"vocab_size": 5}, "vision_config": {}},
+            "architecture NewForCausalLM is not supported",
         ),
         ({"quantization_config": {"quant_method": "hqq"}}, "quantized by hqq, which is not supported"),
         ('{"a":' * 100_000, r"config\.json is not valid JSON"),
