@@ -52,7 +52,7 @@ def test_the_table_of_figures_is_that_of_the_chart() -> None:
 
 
 PATH = re.compile(r"`((?:[\w.-]+/)*[\w.-]+\.(?:py|cpp|h|md|json|html)|(?:[\w.-]+/)+)(?::[^`]*)?`")
-NAMES = ("architecture", "tour", "names", "glossary", "extending", "adding_a_model")
+NAMES = ("architecture", "rooms", "files", "tour", "names", "glossary", "extending", "adding_a_model")
 CODE_PAGES = ["README.md", *(f"docs/{name}.md" for name in NAMES)]
 
 
