@@ -101,3 +101,10 @@ def test_the_texts_of_the_api_are_up_to_date() -> None:
 def test_the_maps_of_the_code_are_up_to_date() -> None:
     for page, (begin, text, end) in blocks().items():
         assert f"{begin}\n{text}\n{end}" in page.read_text(), f"{page.name}: run `make rooms`"
+
+
+def test_the_tour_has_at_most_40_files_of_the_package() -> None:
+    page = (ROOT / "docs" / "tour.md").read_text()
+    files = re.findall(r"^(\d+)\. `([\w/]+\.py)`: ", page, flags=re.M)
+    assert [int(number) for number, _ in files] == [*range(1, len(files) + 1)]
+    assert len({name for _, name in files}) == len(files) <= 40
