@@ -51,9 +51,10 @@ def test_the_table_of_figures_is_that_of_the_chart() -> None:
     assert "\n".join(chart.table(json.loads(chart.FIGURES.read_text()))) in page, "print it: python benchmark/chart.py"
 
 
-PATH = re.compile(r"`((?:[\w.-]+/)*[\w.-]+\.(?:py|cpp|h|md|json|html)|(?:[\w.-]+/)+)(?::[^`]*)?`")
+PATH = re.compile(r"`((?:[\w.-]+/)*[\w.-]+\.(?:py|cpp|cu|h|md|json|html)|(?:[\w.-]+/)+)(?::[^`]*)?`")
 NAMES = ("architecture", "rooms", "files", "tour", "names", "glossary", "extending", "adding_a_model")
-CODE_PAGES = ["README.md", *(f"docs/{name}.md" for name in NAMES)]
+NOTEBOOK = [str(page.relative_to(ROOT)) for page in PAGES if page.parent.name == "notebook"]
+CODE_PAGES = ["README.md", "CONTRIBUTING.md", *(f"docs/{name}.md" for name in NAMES), *NOTEBOOK]
 
 
 @pytest.mark.parametrize("page", CODE_PAGES)
