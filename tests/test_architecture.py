@@ -1,4 +1,4 @@
-"""Who may import whom: the table in docs/architecture.md, held against the syntax trees."""
+"""Who may import whom: the table in docs/rooms.md, held against the syntax trees."""
 
 from __future__ import annotations
 

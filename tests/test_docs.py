@@ -51,9 +51,10 @@ def test_the_table_of_figures_is_that_of_the_chart() -> None:
     assert "\n".join(chart.table(json.loads(chart.FIGURES.read_text()))) in page, "print it: python benchmark/chart.py"
 
 
-PATH = re.compile(r"`((?:[\w.-]+/)*[\w.-]+\.(?:py|cpp|h|md|json|html)|(?:[\w.-]+/)+)(?::[^`]*)?`")
-NAMES = ("architecture", "tour", "names", "glossary", "extending", "adding_a_model")
-CODE_PAGES = ["README.md", *(f"docs/{name}.md" for name in NAMES)]
+PATH = re.compile(r"`((?:[\w.-]+/)*[\w.-]+\.(?:py|cpp|cu|h|md|json|html)|(?:[\w.-]+/)+)(?::[^`]*)?`")
+NAMES = ("architecture", "rooms", "files", "tour", "names", "glossary", "extending", "adding_a_model")
+NOTEBOOK = [str(page.relative_to(ROOT)) for page in PAGES if page.parent.name == "notebook"]
+CODE_PAGES = ["README.md", "CONTRIBUTING.md", *(f"docs/{name}.md" for name in NAMES), *NOTEBOOK]
 
 
 @pytest.mark.parametrize("page", CODE_PAGES)
@@ -101,3 +102,10 @@ def test_the_texts_of_the_api_are_up_to_date() -> None:
 def test_the_maps_of_the_code_are_up_to_date() -> None:
     for page, (begin, text, end) in blocks().items():
         assert f"{begin}\n{text}\n{end}" in page.read_text(), f"{page.name}: run `make rooms`"
+
+
+def test_the_tour_has_at_most_40_files_of_the_package() -> None:
+    page = (ROOT / "docs" / "tour.md").read_text()
+    files = re.findall(r"^(\d+)\. `([\w/]+\.py)`: ", page, flags=re.M)
+    assert [int(number) for number, _ in files] == [*range(1, len(files) + 1)]
+    assert len({name for _, name in files}) == len(files) <= 40

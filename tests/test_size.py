@@ -1,4 +1,4 @@
-"""The table of rooms in docs/architecture.md shows the size of the code and no import that is not needed."""
+"""The table of rooms in docs/rooms.md shows the size of the code and no import that is not needed."""
 
 from __future__ import annotations
 

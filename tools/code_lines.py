@@ -1,4 +1,4 @@
-"""Count the code lines of the package by room, and hold docs/architecture.md's table of rooms against the code.
+"""Count the code lines of the package by room, and hold docs/rooms.md's table of rooms against the code.
 
 Blank lines, comments and docstrings are not counted. A room is a folder or a module directly below python/minisgl, or
 below one of the folders that only group rooms.
@@ -19,7 +19,7 @@ from pathlib import Path
 
 ROOT = Path(__file__).resolve().parents[1]
 PACKAGE = ROOT / "python" / "minisgl"
-PAGE = ROOT / "docs" / "architecture.md"
+PAGE = ROOT / "docs" / "rooms.md"
 BEGIN, END = "<!-- rooms: counts are written by `make rooms` -->", "<!-- end of rooms -->"
 HEAD = "| room | what lives there | may import | code lines | files |\n|---|---|---|--:|--:|"
 # Imports inside functions that break the order on purpose: (file, room). The scheduler is a spawn target, `minisgl
@@ -127,7 +127,7 @@ def imported_rooms(path: Path, rooms: set[str]) -> set[str]:
 
 
 def read_table() -> list[Room]:
-    """The rows of docs/architecture.md, in import order."""
+    """The rows of docs/rooms.md, in import order."""
     rooms = []
     for line in PAGE.read_text(encoding="utf-8").partition(BEGIN)[2].partition(END)[0].splitlines():
         if line.startswith("| `"):

@@ -1,4 +1,4 @@
-"""Write the two maps of the code: the parts with their sizes in README.md, and every file in docs/architecture.md.
+"""Write the two maps of the code: the parts with their sizes in README.md, and every file in docs/files.md.
 
 python tools/code_map.py --write
 """
@@ -91,7 +91,7 @@ def blocks() -> dict[Path, tuple[str, str, str]]:
     """Return, for each page, the marker before the map, the map, and the marker behind it."""
     files = "\n".join(["```", "python/minisgl/", *tree(), "```"])
     return {
-        ROOT / "docs" / "architecture.md": ("<!-- files: `make rooms` -->", files, "<!-- end of files -->"),
+        ROOT / "docs" / "files.md": ("<!-- files: `make rooms` -->", files, "<!-- end of files -->"),
         ROOT / "README.md": ("<!-- parts: `make rooms` -->", "\n".join(parts()), "<!-- end of parts -->"),
     }
 

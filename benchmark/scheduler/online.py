@@ -38,7 +38,7 @@ from minisgl.scheduler.stats import HEARTBEAT_S
 from minisgl.settings.options import SchedulerConfig
 
 COSTS = StepCosts(base=5.77e-3, per_token=1.78e-5, per_context=3.4e-8)  # as measured at the start, with a cool chip
-# Seconds of a step by its tokens, without reading K/V: docs/notebook, "How many tokens in a step".
+# Seconds of a step by its tokens, without reading K/V: docs/notebook/scheduling.md, "How many tokens in a step".
 TOKENS = (1, 8, 64, 128, 256, 384, 512, 768, 1024, 1280, 1536, 2048, 3072, 4096, 8192)
 SECONDS = np.array((3.94, 4.4, 5.0, 6.0, 7.8, 9.8, 13.2, 18.5, 24.1, 29.4, 35.1, 46.4, 69.0, 92.0, 184.0)) / 1e3
 CONTEXT_S = 3.4e-8  # of a token of K/V that a decoding row reads

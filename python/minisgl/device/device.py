@@ -87,7 +87,7 @@ class Device(ABC):
 
 # With two threads on two idle cores, a step of 16 rows of the built-in model (0.2 GFLOP) is 1.3 x as fast as with one,
 # and a chunk of 500 tokens (7 GFLOP) 1.9 x. If another process is busy, the former is up to 100 x slower
-# (docs/notebook/2026-11-21.md).
+# (docs/notebook/cpu-step.md).
 SMALL_WORK_FLOPS = 1e9
 HUGE_PAGE = 2 << 20
 

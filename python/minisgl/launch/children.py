@@ -69,7 +69,7 @@ def replica_children(args: ServerArgs, scheduler: SchedulerTarget, index: int, l
     """Return the processes to start for this host's ranks of replica number `index`, in its `life`."""
     # By default, OpenMP's threads spin for milliseconds while they wait. If the API server or a client needs the same
     # core, each step of the engine then waits for a spinning thread. A short spin costs nothing on idle cores;
-    # measured in docs/notebook/2026-11-21.md.
+    # measured in docs/notebook/cpu-step.md.
     scheduler_env = _log_env(args) | {"GOMP_SPINCOUNT": os.environ.get("GOMP_SPINCOUNT", "2000")}
     prefix = "minisgl"
     if args.dp > 1:

@@ -111,7 +111,7 @@ def test_the_view_truncates_large_trees(fan_out: int) -> None:
     assert hidden > 0
     if fan_out <= outlines.MAX_LOOKS:
         assert view.nodes[0].ref_count == 1  # used nodes come first
-    assert min(times) < 0.005, times  # 0.6 ms on the machine of docs/notebook/2026-11-21.md
+    assert min(times) < 0.005, times  # 0.6 ms on the machine of docs/notebook/cpu-step.md
     print(f"{fan_out}: {1e3 * min(times):.2f} ms")
 
 
