@@ -21,7 +21,7 @@ from minisgl.core.errors import ConfigError
 from minisgl.engine.engine import Engine
 from minisgl.engine.resolve import resolve
 from minisgl.models.quantize import quantize
-from minisgl.ops.quantized import INT8, MADE, Format, Quantized, round_int4
+from minisgl.ops.quantized import INT8, TARGET_FORMATS, Format, Quantized, round_int4
 from minisgl.settings.options import EngineConfig
 from minisgl.tokenizer.folder import load_tokenizer
 from support.embedding_models import save_embedding_model
@@ -56,7 +56,7 @@ def rounded_model(model: Any, quantization: str) -> Any:
     with torch.no_grad():
         for name, module in model.named_modules():
             if isinstance(module, torch.nn.Linear):
-                kind = INT8 if name == "lm_head" else MADE["cpu"][quantization]
+                kind = INT8 if name == "lm_head" else TARGET_FORMATS["cpu"][quantization]
                 module.weight.copy_(rounded(module.weight, kind))
                 module.register_forward_pre_hook(rounded_input)
     return model

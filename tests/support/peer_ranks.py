@@ -133,10 +133,10 @@ def check_measuring(rank: int, ranks: int) -> None:
         torch.cuda._sleep(1_000_000)
 
     times = peer.measure(slow)
-    assert sorted(times) == [1, 2, 4, 8, 16, 32, 64] and all(peer.takes(rows) for rows in times)
+    assert sorted(times) == [1, 2, 4, 8, 16, 32, 64] and all(peer.supports(rows) for rows in times)
     assert len({str(choices) for choices in comm().all_gather_object([str(c) for c in peer.choices])}) == 1
     peer.measure(lambda x, residual, weight, eps: x.add_(0) if rank == 0 else torch.cuda._sleep(1_000_000))
-    assert not peer.takes(64)
+    assert not peer.supports(64)
     x = torch.full((5, 1024), rank + 1.0, device="cuda", dtype=BF16)
     assert (peer.all_reduce(x) == ranks * (ranks + 1) / 2).all()
     normed, residual = peer.all_reduce_add_norm(x, torch.zeros_like(x), torch.ones_like(x[0]), 0.0)

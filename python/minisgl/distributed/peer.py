@@ -60,8 +60,8 @@ def choices(times: Mapping[int, Mapping[str, float]]) -> tuple[Choice, ...]:
 class PeerAllReduce:
     """Sums [tokens, hidden] over the ranks of `comm`, each on a GPU of one host that can access the others' memory.
 
-    All methods except `takes` are collective: all ranks make the same calls in the same order, each in one stream. CUDA
-    graphs can capture the calls. Results are bit-equal on all ranks, with either algorithm. The constructor raises
+    All methods except `supports` are collective: all ranks make the same calls in the same order, each in one stream.
+    CUDA graphs can capture the calls. Results are bit-equal on all ranks, with either algorithm. The constructor raises
     `ConfigError` on all ranks if the GPUs, their number or the shape do not allow this.
     """
 
@@ -124,7 +124,7 @@ class PeerAllReduce:
 
     # -- use
 
-    def takes(self, rows: int) -> bool:
+    def supports(self, rows: int) -> bool:
         """Return whether `rows` rows fit, and the other communicator is not faster for them."""
         return rows <= self.max_tokens and self._choice(rows).is_own
 
@@ -233,12 +233,12 @@ class PeerCommunicator(Communicator):
         self._comm, self._peers = comm, peers
 
     def sum(self, x: Tensor) -> Tensor:
-        return self._peers.all_reduce(x) if self._takes(x) else self._comm.sum(x)
+        return self._peers.all_reduce(x) if self._is_supported(x) else self._comm.sum(x)
 
     def sum_add_norm(
         self, x: Tensor, residual: Tensor, weight: Tensor, eps: float, add_norm: AddNorm
     ) -> tuple[Tensor, Tensor]:
-        if self._takes(x) and weight.dtype is x.dtype:
+        if self._is_supported(x) and weight.dtype is x.dtype:
             return self._peers.all_reduce_add_norm(x, residual, weight, eps)
         return self._comm.sum_add_norm(x, residual, weight, eps, add_norm)
 
@@ -249,8 +249,8 @@ class PeerCommunicator(Communicator):
         self._peers.close()
         self._comm.close()
 
-    def _takes(self, x: Tensor) -> bool:
-        return x.shape[1:] == (self._peers.hidden,) and x.dtype is self._peers.dtype and self._peers.takes(len(x))
+    def _is_supported(self, x: Tensor) -> bool:
+        return x.shape[1:] == (self._peers.hidden,) and x.dtype is self._peers.dtype and self._peers.supports(len(x))
 
 
 def with_peers(comm: Communicator, max_tokens: int, hidden: int, dtype: torch.dtype, ops: OpTable) -> Communicator:

@@ -196,14 +196,21 @@ def draft_spec(spec: EngineSpec) -> EngineSpec:
     return replace(spec, model=spec.draft.model, quantization=None, draft=None)
 
 
-def make_draft_model(parts: Parts, spec: EngineSpec, holds: Callable[[Format], bool]) -> DraftModel:
+def make_draft_model(parts: Parts, spec: EngineSpec, supports_format: Callable[[Format], bool]) -> DraftModel:
     """Load the drafter of a spec that has a `draft`, which keeps its state in the store of `parts`, the target's."""
     source, device, own = spec.draft, parts.device, draft_spec(spec)
     assert source is not None, "the drafter has no model"
     parts = replace(parts, vocab=VocabParallel(parts.comm, source.model.vocab_size))
     if source.kind == "draft":
         model = load_model(
-            source.folder, source.model, spec.dtype, device, parts.ops, spec.dummy_weight, comm=parts.comm, holds=holds
+            source.folder,
+            source.model,
+            spec.dtype,
+            device,
+            parts.ops,
+            spec.dummy_weight,
+            comm=parts.comm,
+            supports_format=supports_format,
         )
         parts.store.add(model.states)
         mixers = make_mixers(own, model.mixers, device.type, parts.ops)

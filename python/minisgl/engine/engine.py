@@ -30,7 +30,7 @@ from minisgl.kvcache.snapshots import Bounded
 from minisgl.kvcache.storage import DiskStore, HostStore, Mover
 from minisgl.kvcache.store import StateStore
 from minisgl.models.weight import load_model
-from minisgl.ops.quantized import E4M3, made
+from minisgl.ops.quantized import E4M3, target_format
 from minisgl.ops.table import resolve_ops
 from minisgl.process.log import Progress, tell
 from minisgl.speculative import DRAFTERS
@@ -202,8 +202,10 @@ def load_parts(spec: EngineSpec, device: Device, group: Group, factory: RunnerFa
         comm = with_peers(comm, spec.max_step_tokens, m.hidden_size, spec.dtype, ops)
     tell("loading weights", spec.info.rank == 0)
     progress = Progress("loading weights", "B", spec.info.rank == 0).update
-    kind = made(device.type, spec.quantization or "", m.hidden_size)
-    model = load_model(spec.folder, m, spec.dtype, device, ops, spec.dummy_weight, progress, comm, kind, factory.holds)
+    kind = target_format(device.type, spec.quantization or "", m.hidden_size)
+    model = load_model(
+        spec.folder, m, spec.dtype, device, ops, spec.dummy_weight, progress, comm, kind, factory.supports_format
+    )
     store = StateStore(spec.page_size, E4M3 if spec.fp8_cache else spec.dtype, device.torch_device)
     store.add(model.states)
     # One row more than requests: the dummy row pads captured steps.
@@ -216,6 +218,6 @@ def load_parts(spec: EngineSpec, device: Device, group: Group, factory: RunnerFa
     if spec.drafter is None:
         return parts
     has_model = spec.draft is not None
-    drafter = make_draft_model(parts, spec, factory.holds) if has_model else DRAFTERS.load(spec.drafter)(ops)
+    drafter = make_draft_model(parts, spec, factory.supports_format) if has_model else DRAFTERS.load(spec.drafter)(ops)
     own = drafter if isinstance(drafter, DraftModel) else None
     return replace(parts, drafting=Drafting(rows + 1, spec.max_seq_len, state.last_token, drafter, device, own))

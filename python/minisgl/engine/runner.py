@@ -109,7 +109,7 @@ class RunnerFactory(Protocol):
     def __init__(self, spec: EngineSpec, device: Device) -> None:
         """Raises `ConfigError` for settings that the device cannot honour, before anything is loaded."""
 
-    def holds(self, kind: Format) -> bool:
+    def supports_format(self, kind: Format) -> bool:
         """Whether the runners multiply a checkpoint's matrices of this format as they are."""
 
     @staticmethod

@@ -143,10 +143,10 @@ def _model(args: ServerArgs) -> Facts:
     if device == "cuda" and m.quantization is None:
         from minisgl.kernels.triton.kernels import explain
         from minisgl.kernels.triton.product import Mixture, Product
-        from minisgl.ops.quantized import made
+        from minisgl.ops.quantized import target_format
 
         attention, ranks = (m.num_heads + 2 * m.num_kv_heads) * m.head_dim, spec.info.size
-        kind, dtype = made(device, spec.quantization or "", m.hidden_size), spec.dtype
+        kind, dtype = target_format(device, spec.quantization or "", m.hidden_size), spec.dtype
         work: dict[str, Product | Mixture] = {
             "qkv": Product(1, attention // ranks, m.hidden_size, kind, dtype),
             "o": Product(1, m.hidden_size, m.num_heads * m.head_dim // ranks, kind, dtype),

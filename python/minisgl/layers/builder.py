@@ -157,13 +157,13 @@ class Builder:
         return self.mixers.index(spec)
 
     def _matrix(
-        self, parts: Mapping[str, Rows], in_features: Size, takes: Callable[[Format], bool]
+        self, parts: Mapping[str, Rows], in_features: Size, supports_format: Callable[[Format], bool]
     ) -> Tensor | Quantized:
         columns = _whole(in_features)
         sources, rows = _sources(parts, [columns])
         kinds = {self.format_of(name) for name in parts}
         kind = kinds.pop() if len(kinds) == 1 else None
-        if kind is None or not takes(kind) or rows % 16 or not all(_fits(kind, s) for s in sources):
+        if kind is None or not supports_format(kind) or rows % 16 or not all(_fits(kind, s) for s in sources):
             return self.parameter(parts, in_features)
         weight = kind.empty(rows, columns.count, self.device)
         self.parameters.append(Parameter(weight, sources, Init.NORMAL))

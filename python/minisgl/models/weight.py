@@ -98,28 +98,28 @@ def load_model(
     dummy: bool = False,
     progress: Progress | None = None,
     comm: Communicator | None = None,
-    made: Format | None = None,
-    holds: Callable[[Format], bool] = lambda kind: False,
+    target_format: Format | None = None,
+    supports_format: Callable[[Format], bool] = lambda kind: False,
 ) -> LlamaForCausalLM:
     """Build this rank's shard of the model and fill it from `folder`, or with fixed random numbers if `dummy`.
 
-    Projections are quantized to the format `made`, if given, else converted to `dtype`. A quantized matrix in a format
-    that the device `holds` keeps that format. Raises `ConfigError` with the names of the tensors if the checkpoint does
-    not fit its config.json.
+    Projections are quantized to `target_format`, if given, else converted to `dtype`. A quantized matrix whose format
+    the device supports (`supports_format`) keeps that format. Raises `ConfigError` with the names of the tensors if the
+    checkpoint does not fit its config.json.
     """
     kind, comm = MODELS.load(config.architecture), comm or SoloCommunicator(ALONE, device.torch_device)
 
     def build(format_of: Callable[[str], Format | None]) -> LlamaForCausalLM:
         return kind(Builder(ops, dtype, device.torch_device, comm, format_of), config)
 
-    def made_format(name: str) -> Format | None:
-        if made is not None and name == HEAD and holds(HEAD_FORMAT):
+    def target_of(name: str) -> Format | None:
+        if target_format is not None and name == HEAD and supports_format(HEAD_FORMAT):
             return HEAD_FORMAT
-        return made if PROJECTION.search(name) else None
+        return target_format if PROJECTION.search(name) else None
 
     if dummy:
-        model = build(made_format)
-        _require_made(model.parameters, made)
+        model = build(target_of)
+        _check_target_format(model.parameters, target_format)
         fill_dummy(model.parameters, ops.rounded)
         return model
     with ExitStack() as stack:
@@ -130,29 +130,31 @@ def load_model(
         def stored_format(name: str) -> Format | None:
             found = stored[name].data if name in stored else None
             kept = found.format if isinstance(found, Matrix) else None
-            return kept if kept is not None and holds(kept) else made_format(name)
+            return kept if kept is not None and supports_format(kept) else target_of(name)
 
         model = build(stored_format)
-        _require_made(model.parameters, made)
+        _check_target_format(model.parameters, target_format)
         ignored = {HEAD} if config.tie_word_embeddings else set()
         fill(stored, model.parameters, ignored, device, progress, rounding=ops.rounded, logs=comm.info.rank == 0)
     return model
 
 
-def _require_made(parameters: tuple[Parameter, ...], made: Format | None) -> None:
-    """Raise `ConfigError` if no projection can have the format `made`; log those that cannot."""
-    if made is None:
+def _check_target_format(parameters: tuple[Parameter, ...], target_format: Format | None) -> None:
+    """Raise `ConfigError` if no projection can have `target_format`; log those that cannot."""
+    if target_format is None:
         return
     plain = {p.sources[0].name: p.tensor for p in parameters if isinstance(p.tensor, Tensor)}
     plain = {name: tensor for name, tensor in plain.items() if PROJECTION.search(name)}
     quantized = [p.tensor for p in parameters if isinstance(p.tensor, Quantized)]
     if not quantized:
-        raise ConfigError(f"no matrix can be quantized to {made}: the sizes of {_listed([*plain])} do not divide")
+        raise ConfigError(
+            f"no matrix can be quantized to {target_format}: the sizes of {_listed([*plain])} do not divide"
+        )
     if plain:
         reason = "stay in 16 or 32 bits (their sizes do not divide)"
         saved = sum(tensor.nbytes - tensor.numel() for tensor in plain.values())  # by 8 bits
         added = sum(matrix.data.nbytes for matrix in quantized if matrix.format.bits == 4)  # to the others
-        if made.bits == 4 and saved > added and all(w.shape[-1] % INT8.columns == 0 for w in plain.values()):
+        if target_format.bits == 4 and saved > added and all(w.shape[-1] % INT8.columns == 0 for w in plain.values()):
             reason += f"; --quantization int8 has {(saved - added) / 1e6:,.1f} MB less, and is faster here"
         _log.warning("%d matrices %s: %s", len(plain), reason, _listed([*plain]))
 
@@ -268,7 +270,7 @@ def _check(
 
 def _is_harmless(name: str, tensor: Stored) -> bool:
     """Return whether the model computes the same without this tensor, of which only a bias is read."""
-    return any(re.search(pattern, name) and holds(tensor) for pattern, holds in HARMLESS.items())
+    return any(re.search(pattern, name) and is_harmless(tensor) for pattern, is_harmless in HARMLESS.items())
 
 
 def open_all(files: list[Path], stack: ExitStack) -> dict[str, Stored]:

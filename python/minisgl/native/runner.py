@@ -398,7 +398,7 @@ class CpuRunners:
         if spec.pooling is None:
             _log.warning("steps run op by op, several times slower than the C++ step: %s", reason)
 
-    def holds(self, kind: Format) -> bool:
+    def supports_format(self, kind: Format) -> bool:
         """Return whether the C++ step can use weights of this format: 4 bits, no zeros, groups of whole blocks."""
         is_plain = kind.name == "int4" and not kind.has_zeros and not kind.order
         return self._library is not None and is_plain and kind.group % INT8.group == 0

@@ -1,4 +1,4 @@
-"""Quantized matrices as a GPU holds them: the numbers of the checkpoint, on every rank, or rounded at the start."""
+"""Quantized matrices as a GPU stores them: the numbers of the checkpoint, on every rank, or rounded at the start."""
 
 from __future__ import annotations
 
@@ -29,7 +29,17 @@ from minisgl.models.llama import LlamaForCausalLM
 from minisgl.models.mlp import SparseMLP
 from minisgl.models.model_config import ModelConfig
 from minisgl.models.weight import MODELS, fill, load_model, open_checkpoint
-from minisgl.ops.quantized import INT8, MADE, MXFP4, Format, Quantized, made, pack, round_int4, unpack
+from minisgl.ops.quantized import (
+    INT8,
+    MXFP4,
+    TARGET_FORMATS,
+    Format,
+    Quantized,
+    pack,
+    round_int4,
+    target_format,
+    unpack,
+)
 from minisgl.ops.table import load_ops
 from unit.models.test_dequantize import mxfp4
 from unit.models.test_dequantize import pack as words
@@ -38,12 +48,21 @@ CPU = torch.device("cpu")
 
 
 def load(
-    folder: Path, holds: bool = False, made: Format | None = None, ranks: int = 1, rank: int = 0
+    folder: Path, is_supported: bool = False, target: Format | None = None, ranks: int = 1, rank: int = 0
 ) -> LlamaForCausalLM:
     config = ModelConfig.from_hf(load_config(folder))
     comm = SoloCommunicator(DistributedInfo(rank, ranks), CPU)
     ops = load_ops("reference")
-    return load_model(folder, config, torch.bfloat16, CpuDevice(1), ops, comm=comm, made=made, holds=lambda kind: holds)
+    return load_model(
+        folder,
+        config,
+        torch.bfloat16,
+        CpuDevice(1),
+        ops,
+        comm=comm,
+        target_format=target,
+        supports_format=lambda kind: is_supported,
+    )
 
 
 def dense(model: LlamaForCausalLM) -> list[Tensor]:
@@ -68,7 +87,7 @@ def test_numbers_of_a_checkpoint_are_kept(scheme: str, ranks: int, kept: int, tm
     folder = tmp_path / "out"
     quantize.quantize(str(BUILTIN_MODEL), folder, scheme)
     for rank in range(ranks):
-        held, widened = (load(folder, holds, None, ranks, rank) for holds in (True, False))
+        held, widened = (load(folder, is_supported, None, ranks, rank) for is_supported in (True, False))
         matrices = [p.tensor for p in held.parameters if isinstance(p.tensor, Quantized)]
         # Of 4 ranks' parts, 64 rows of k and v and 192 rows or columns of the MLP cut through blocks of 128, and 192
         # columns through groups of 128.
@@ -78,10 +97,14 @@ def test_numbers_of_a_checkpoint_are_kept(scheme: str, ranks: int, kept: int, tm
             assert torch.equal(a, b)
 
 
-@pytest.mark.parametrize(("device", "scheme"), [(device, scheme) for device in MADE for scheme in MADE[device]])
+@pytest.mark.parametrize(
+    ("device", "scheme"), [(device, scheme) for device in TARGET_FORMATS for scheme in TARGET_FORMATS[device]]
+)
 @pytest.mark.parametrize("ranks", [1, 2])
 def test_a_checkpoint_in_16_bits_is_rounded_while_it_loads(device: str, scheme: str, ranks: int) -> None:
-    held, plain = (load(BUILTIN_MODEL, True, made, ranks, ranks - 1) for made in (MADE[device][scheme], None))
+    held, plain = (
+        load(BUILTIN_MODEL, True, target, ranks, ranks - 1) for target in (TARGET_FORMATS[device][scheme], None)
+    )
     assert sum(isinstance(p.tensor, Quantized) for p in held.parameters) == 24
     assert not isinstance(held.lm_head.weight, Quantized)
     assert f"{scheme} with scales" in held.quantization
@@ -104,11 +127,11 @@ def experts(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.mark.parametrize("ranks", [1, 2])
-@pytest.mark.parametrize("scheme", MADE["cuda"])
+@pytest.mark.parametrize("scheme", TARGET_FORMATS["cuda"])
 def test_a_head_of_its_own_has_8_bits(scheme: str, ranks: int, experts: Path) -> None:
-    """Whatever the layers have, if the device holds such numbers."""
-    made = MADE["cuda"][scheme]
-    held, plain = (load(experts, holds, made, ranks, ranks - 1) for holds in (True, False))
+    """Whatever the layers have, if the device supports such numbers."""
+    target = TARGET_FORMATS["cuda"][scheme]
+    held, plain = (load(experts, is_supported, target, ranks, ranks - 1) for is_supported in (True, False))
     head, want = held.lm_head.weight, plain.lm_head.weight
     assert isinstance(head, Quantized) and str(head.format) == "int8 with scales for rows" and isinstance(want, Tensor)
     assert float((head.dense(torch.float32) - want.float()).norm() / want.float().norm()) < 0.015
@@ -140,10 +163,10 @@ def test_experts_keep_their_bits(
     scheme: str, published: bool, ranks: int, kept: int, experts: Path, tmp_path: Path
 ) -> None:
     """As a checkpoint has them, whose blocks and groups the fourth rank's 64 columns cut, or rounded at the start."""
-    made = None if published else MADE["cuda"][scheme]
+    target = None if published else TARGET_FORMATS["cuda"][scheme]
     if published:
         quantize.quantize(str(experts), tmp_path / "out", scheme)
-    held = load(tmp_path / "out" if published else experts, True, made, ranks, ranks - 1)
+    held = load(tmp_path / "out" if published else experts, True, target, ranks, ranks - 1)
     wide = load(tmp_path / "out" if published else experts, False, None, ranks, ranks - 1)
     assert not any(isinstance(p.tensor, Quantized) for p in wide.parameters)
     layer, widened = moe_layer(held), moe_layer(wide)
@@ -241,7 +264,7 @@ def test_bad_experts_in_mxfp4_are_refused(
 def test_what_a_device_does_not_hold_can_be_rounded_again(scheme: str, tmp_path: Path) -> None:
     folder = tmp_path / "out"
     quantize.quantize(str(BUILTIN_MODEL), folder, scheme)
-    again, widened = (load(folder, False, made) for made in (INT8, None))
+    again, widened = (load(folder, False, target) for target in (INT8, None))
     assert {p.tensor.format for p in again.parameters if isinstance(p.tensor, Quantized)} == {INT8}
     for a, b in zip(dense(again), dense(widened), strict=True):
         assert float((a.float() - b.float()).norm() / b.float().norm()) < 0.007
@@ -263,13 +286,19 @@ def test_parts_are_filled_apart(kind: Format) -> None:
 
 
 def test_narrow_models_have_small_groups() -> None:
-    groups = [made("cuda", "int4", size).group for size in (256, 4096)]
-    assert groups == [32, 128] and made("cuda", "fp8", 256) == MADE["cuda"]["fp8"] and made("cuda", "", 256) is None
+    groups = [target_format("cuda", "int4", size).group for size in (256, 4096)]
+    assert (
+        groups == [32, 128]
+        and target_format("cuda", "fp8", 256) == TARGET_FORMATS["cuda"]["fp8"]
+        and target_format("cuda", "", 256) is None
+    )
 
 
 def test_what_the_settings_offer_is_what_is_made() -> None:
     offered = {(device, name): bits for device, names in QUANTIZATIONS.items() for name, bits in names.items()}
-    assert offered == {(device, name): kind.bits for device, kinds in MADE.items() for name, kind in kinds.items()}
+    assert offered == {
+        (device, name): kind.bits for device, kinds in TARGET_FORMATS.items() for name, kind in kinds.items()
+    }
 
 
 def test_gptq_without_zero_points_is_symmetric(tmp_path: Path) -> None:
@@ -344,7 +373,7 @@ def test_columns_in_an_order_of_their_own_are_kept(ranks: int, kept: int, tmp_pa
     """All of them, so not those of a rank's part."""
     save_gptq(BUILTIN_MODEL, tmp_path / "out")
     for rank in range(ranks):
-        held, widened = (load(tmp_path / "out", holds, None, ranks, rank) for holds in (True, False))
+        held, widened = (load(tmp_path / "out", is_supported, None, ranks, rank) for is_supported in (True, False))
         matrices = [p.tensor for p in held.parameters if isinstance(p.tensor, Quantized)]
         assert len(matrices) == kept and all(matrix.format.order for matrix in matrices)
         assert held.quantization == "int4 with scales for groups of 128 in an order of their own"
@@ -416,20 +445,20 @@ def test_blocks_as_wide_as_the_matrix_are_not_rows(block: list[int], shape: tupl
 def test_int4_says_where_int8_has_fewer_bytes(
     device: str, dtype: torch.dtype, columns: int, rows: int, told: str, caplog: pytest.LogCaptureFixture
 ) -> None:
-    made = MADE[device]["int4"]
-    builder = Builder(load_ops("reference"), dtype, CPU, format_of=lambda name: made)
+    target = TARGET_FORMATS[device]["int4"]
+    builder = Builder(load_ops("reference"), dtype, CPU, format_of=lambda name: target)
     builder.matrix({"model.layers.0.mlp.up_proj.weight": rows}, columns)
     builder.matrix({"model.layers.0.mlp.down_proj.weight": 1024}, 256)
-    weight._require_made(tuple(builder.parameters), made)
+    weight._check_target_format(tuple(builder.parameters), target)
     assert told in caplog.text and ("faster" in caplog.text) == bool(told)
 
 
 def test_what_cannot_be_rounded_is_told(caplog: pytest.LogCaptureFixture) -> None:
-    made = MADE["cuda"]["int4"]  # four ranks have 192 columns of down, no multiple of 128
-    held = load(BUILTIN_MODEL, True, made, ranks=4)
+    target = TARGET_FORMATS["cuda"]["int4"]  # four ranks have 192 columns of down, no multiple of 128
+    held = load(BUILTIN_MODEL, True, target, ranks=4)
     assert sum(isinstance(p.tensor, Quantized) for p in held.parameters) == 18
     assert "6 matrices stay in 16 or 32 bits" in caplog.text and "down_proj" in caplog.text
     builder = Builder(load_ops("reference"), torch.bfloat16, CPU)
     builder.parameter({"model.layers.0.mlp.up_proj.weight": 100}, 100)
     with pytest.raises(ConfigError, match=r"no matrix can be quantized to int4.*up_proj"):
-        weight._require_made(tuple(builder.parameters), made)
+        weight._check_target_format(tuple(builder.parameters), target)

@@ -40,7 +40,7 @@ class CudaRunners:
             option = "--kv-cache-dtype fp8" if spec.quantization is None else f"--quantization {spec.quantization}"
             raise ConfigError(f"{option} needs a GPU with FP8 (compute capability 8.9 or later)")
 
-    def holds(self, kind: Format) -> bool:
+    def supports_format(self, kind: Format) -> bool:
         return self._has_fp8
 
     @staticmethod

@@ -52,8 +52,8 @@ def _cublas(x: Tensor, weight: Tensor, bias: Tensor | None, gate: str, norm: Nor
     return cublas_linear(normed, weight, bias), total
 
 
-def _unless(holds: Callable[[Product], object], reason: str) -> Callable[[Product], str | None]:
-    return lambda product: None if holds(product) else reason
+def _unless(is_supported: Callable[[Product], object], reason: str) -> Callable[[Product], str | None]:
+    return lambda product: None if is_supported(product) else reason
 
 
 def _refuses_tiles(p: Product) -> str | None:
