@@ -86,7 +86,7 @@ TILES: dict[tuple[int, bool], tuple[tuple[int, int, int, int], ...]] = {
 def layouts(pairs_per_expert: float) -> list[tuple[int, bool]]:
     """Return the keys of `TILES` that may suit a mean number of pairs."""
     limits = [(4, [16]), (12, [16, 32]), (40, [16, 32, 64]), (200, [32, 64, 128]), (1e9, [64, 128])]
-    rows = next(rows for most, rows in limits if pairs_per_expert <= most)
+    rows = next(rows for limit, rows in limits if pairs_per_expert <= limit)
     return [key for key in TILES if key[0] in rows]
 
 

@@ -229,9 +229,9 @@ def rows(model: Model) -> None:
     for name, draw in MIXES.items():
         rng = random.Random(4)
         mean = float(np.mean([draw(rng) for _ in range(2000)]))
-        most = (model.memory - CHUNK * model.window_token) / (mean * model.token + model.row_bytes)
+        limit = (model.memory - CHUNK * model.window_token) / (mean * model.token + model.row_bytes)
         found = rows_at_once(model.engine(), draw)
-        print(f"rows   {name:28} {found:5.0f} of {most:5.0f} ({found / most:.2f})")
+        print(f"rows   {name:28} {found:5.0f} of {limit:5.0f} ({found / limit:.2f})")
 
 
 def main() -> None:

@@ -138,7 +138,7 @@ class Head(DraftModel):
         self.parts: Any = SimpleNamespace(device=Device(1))
         self.notes = torch.zeros(ROWS + 1, VOCAB + 2)
 
-    def draft_rows(self, inputs: torch.Tensor, most: int, flags: int, drafting: Drafting) -> None:
+    def draft_rows(self, inputs: torch.Tensor, max_drafts: int, flags: int, drafting: Drafting) -> None:
         rows = inputs[0].long()
         drafting.drafts[rows] = ((drafting.lengths[rows].unsqueeze(1) - 1 + torch.arange(MAX_DRAFTS)) % 3).int()
 

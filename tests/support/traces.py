@@ -134,7 +134,7 @@ class Harness:
                 continue
             limit = params.max_tokens
             if limit is None:
-                pages = self.scheduler.cache.arena.most_pages
+                pages = self.scheduler.cache.arena.max_pages
                 limit = min(self.engine.limits.max_model_len, pages * self.engine.page_size + 1) - len(prompt)
             matcher = None
             if params.grammar is not None and params.grammar.text == "bad":

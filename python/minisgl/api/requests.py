@@ -121,24 +121,24 @@ def _logit_bias(biases: dict[str, float] | Sequence[tuple[int, float]]) -> tuple
 
 
 def requested_max_tokens(
-    request: Any, names: Sequence[str], limits: Limits, least: int = 0, default: int | None = None
+    request: Any, names: Sequence[str], limits: Limits, minimum: int = 0, default: int | None = None
 ) -> int | None:
     """Return the value of the first field among `names` that is set, at most the context length; else `default`.
 
     None means the rest of the context, as do llama.cpp's and Ollama's -1 and -2. Raises `RequestError` for a value
-    below `least`.
+    below `minimum`.
     """
     name, value = next(((n, v) for n in names if (v := getattr(request, n)) is not None), ("", default))
     if value is None or value in (-1, -2):
         return None
-    if value < least:
-        raise RequestError(f"{name} must be {least} or more, or -1 for the rest of the context", param=name)
+    if value < minimum:
+        raise RequestError(f"{name} must be {minimum} or more, or -1 for the rest of the context", param=name)
     return min(value, limits.max_model_len)
 
 
 def chat_message(request: p.ChatCompletionRequest, defaults: SamplingDefaults, limits: Limits) -> TokenizeMsg:
     """Return the message for a chat completion, before `OutputForms.prepare`. Raises `RequestError`."""
-    max_tokens = requested_max_tokens(request, ("max_completion_tokens", "max_tokens"), limits, least=1)
+    max_tokens = requested_max_tokens(request, ("max_completion_tokens", "max_tokens"), limits, minimum=1)
     if not request.messages:
         raise RequestError("messages is empty", param="messages")
     for i, tool in enumerate(request.tools or ()):
@@ -283,15 +283,15 @@ def is_batch(prompt: str | Sequence[Any]) -> bool:
 
 
 def prompt_messages(
-    prompt: str | list[Any], param: str, params: SamplingParams, limits: Limits, most: int = MAX_PROMPTS
+    prompt: str | list[Any], param: str, params: SamplingParams, limits: Limits, limit: int = MAX_PROMPTS
 ) -> list[TokenizeMsg]:
-    """Return a message for each of at most `most` prompts: a text, a list of token ids, or a list of either.
+    """Return a message for each of at most `limit` prompts: a text, a list of token ids, or a list of either.
 
     Raises `RequestError` for the field `param`.
     """
     prompts = prompt if not isinstance(prompt, str) and is_batch(prompt) else [prompt]
-    if not 1 <= len(prompts) <= most:
-        raise RequestError(f"{param} must be 1 to {most} prompts", param=param)
+    if not 1 <= len(prompts) <= limit:
+        raise RequestError(f"{param} must be 1 to {limit} prompts", param=param)
     messages = []
     for one in prompts:
         if not isinstance(one, str) and not (isinstance(one, list) and all(type(i) is int for i in one)):
@@ -311,11 +311,11 @@ def packed_ids(ids: list[int], param: str, limits: Limits) -> bytes:
     return ids_to_bytes(ids)
 
 
-def num_choices(fields: p.SamplingFields, most: int) -> int:
-    """Return the number of choices per prompt (`n`). Raises `RequestError` if it is more than `most`."""
+def num_choices(fields: p.SamplingFields, limit: int) -> int:
+    """Return the number of choices per prompt (`n`). Raises `RequestError` if it is more than `limit`."""
     n = 1 if fields.n is None else fields.n
-    if not 1 <= n <= most:
-        raise RequestError(f"n must be 1 to {most} (--max-choices)", param="n")
+    if not 1 <= n <= limit:
+        raise RequestError(f"n must be 1 to {limit} (--max-choices)", param="n")
     if fields.best_of is not None and fields.best_of != n:
         raise unsupported("best_of is only supported equal to n", "best_of")
     return n

@@ -70,11 +70,11 @@ class DraftModel(ABC):
             flags = int(np.bitwise_or.reduce(rows[2]))
             self.draft_rows(self.parts.device.upload(rows)[0], int(rows[1].max()), flags, drafting)
 
-    def draft_rows(self, inputs: Tensor, most: int, flags: int, drafting: Drafting) -> None:
+    def draft_rows(self, inputs: Tensor, max_drafts: int, flags: int, drafting: Drafting) -> None:
         """Make `drafting.drafts` of rows whose lengths only the device knows: each pass makes one token per row.
 
-        inputs [3, R] int32 are those of `drafted_rows`; `most` is the largest number of drafts, `flags` the union of
-        the flags. A pass that makes no draft for a row has the dummy row (the last one) instead.
+        inputs [3, R] int32 are those of `drafted_rows`; `max_drafts` is the largest number of drafts, `flags` the union
+        of the flags. A pass that makes no draft for a row has the dummy row (the last one) instead.
         """
         history, dummy_row = drafting.history, len(self.parts.state.last_token) - 1
         wanted, counts, row_flags = inputs[0].long(), inputs[1], inputs[2]
@@ -82,7 +82,7 @@ class DraftModel(ABC):
         history[wanted, (lengths - 1).clamp(min=0)] = drafting.last_token[wanted]
         shape = StepShape(len(wanted), 1)
         ends = torch.arange(len(wanted) + 1, dtype=torch.int32, device=inputs.device)
-        for i in range(self.first, most):
+        for i in range(self.first, max_drafts):
             takes_part = counts > max(i, 0)
             rows = torch.where(takes_part, wanted, dummy_row)
             at = torch.where(takes_part, lengths - 1 + i - self.ahead, 0).int()  # slots

@@ -122,8 +122,8 @@ def least_dtype(model: ModelConfig, config: EngineConfig, device: str) -> str:
 def check_settings(checkpoint: Checkpoint, config: EngineConfig, device: str) -> None:
     """Raise `ConfigError` for settings that this model or kind of device does not support."""
     if config.max_seq_len is not None and config.max_seq_len > checkpoint.max_model_len:
-        most = f"the model's context of {checkpoint.max_model_len} tokens; give less, or leave it out"
-        raise ConfigError(f"--max-seq-len {config.max_seq_len} is more than {most}")
+        limit = f"the model's context of {checkpoint.max_model_len} tokens; give less, or leave it out"
+        raise ConfigError(f"--max-seq-len {config.max_seq_len} is more than {limit}")
     if (dtype := least_dtype(checkpoint.model, config, device)) not in ITEM_BYTES:
         raise ConfigError(f"the checkpoint's dtype {dtype!r} is not one of {', '.join(ITEM_BYTES)}; give --dtype")
     if config.host_kv and device != "cuda":

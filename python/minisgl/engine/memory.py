@@ -106,8 +106,8 @@ def plan_blocks(spec: EngineSpec, page_bytes: Sequence[int], memory: int) -> tup
     if spec.num_pages is not None:
         return size, Blocks(ceil_div(spec.num_pages, pages[FULL]), pages)
     rows, others = spec.max_running_requests, sum(map(ceil_div, row_pages(spec, pages), pages[WINDOW:]))
-    most = ceil_div(rows * spec.pages_per_row, pages[FULL]) + 2 * rows * others
-    return size, Blocks(min(max(0, memory) // size, most + _chunk_blocks(spec, pages)), pages)
+    needed = ceil_div(rows * spec.pages_per_row, pages[FULL]) + 2 * rows * others
+    return size, Blocks(min(max(0, memory) // size, needed + _chunk_blocks(spec, pages)), pages)
 
 
 def rows_at_once(spec: EngineSpec, blocks: Blocks, tokens: int) -> int:

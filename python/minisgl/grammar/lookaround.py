@@ -139,17 +139,17 @@ class _Automaton:
 
     def _repeat(self, item: Item, rest: _Term) -> _Term:
         numbers = {"*": "0,", "+": "1,", "?": "0,1"}.get(item.count, item.count.strip("{}")).split(",")
-        least = most = int(numbers[0])
+        minimum = maximum = int(numbers[0])
         if numbers[-1]:
-            most = int(numbers[-1])
+            maximum = int(numbers[-1])
         elif _is_plain(item):
             rest = _cat(("star", self._item(item, _EMPTY, False)), rest)
         else:
             raise ValueError("a look-ahead or anchor that repeats")
         built = rest
-        for i in range(most):
+        for i in range(maximum):
             longer = self._item(item, built, False)
-            built = longer if i >= most - least else _or([rest, longer])
+            built = longer if i >= maximum - minimum else _or([rest, longer])
         return built
 
     def _item(self, item: Item, rest: _Term, is_start: bool) -> _Term:

@@ -151,7 +151,7 @@ class Arena:
         return sum(pool.blocks_for(needs.get(group, 0)) for group, pool in self.pools.items()) <= len(self.free)
 
     @property
-    def most_pages(self) -> int:
+    def max_pages(self) -> int:
         """The most pages of FULL that a row may have, alone."""
         full = self.pools[FULL]
         return full.per_block * (self.blocks.count - sum(pool.least_blocks for pool in self.pools.values()))

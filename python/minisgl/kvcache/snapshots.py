@@ -54,8 +54,8 @@ class IdPool(PagePool):
         self.page_size = page_size if window else WHOLE_TEXT
         self.window_pages = ceil_div(window, self.page_size)  # of a text that ends with a page
         self.per_row = ids_per_row(window, page_size)
-        most = (arena.blocks.ids(self.group) - self.per_row) // 4
-        self.reserve = min(ceil_div(chunk_tokens, self.page_size), most) if window else 0
+        limit = (arena.blocks.ids(self.group) - self.per_row) // 4
+        self.reserve = min(ceil_div(chunk_tokens, self.page_size), limit) if window else 0
         self.rows: dict[int, dict[int, int]] = {}
         self.snapshots: dict[Snapshot, dict[int, int]] = {}
         arena.pools[self.group] = self

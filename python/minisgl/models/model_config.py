@@ -143,7 +143,7 @@ class ModelConfig:
         if head_dim % 2:
             raise ConfigError(f"head_dim {head_dim} is odd, so rotary embeddings cannot halve it")
         max_positions = hf.max_model_len(config)
-        num_layers = size(config, "num_hidden_layers", most=MAX_LAYERS)
+        num_layers = size(config, "num_hidden_layers", maximum=MAX_LAYERS)
         bias = bool(config.get("attention_bias", False))
         rope, window_rope = read_ropes(config, head_dim)
         windows = read_windows(config, num_layers, family.slides, family.has_window_switch)

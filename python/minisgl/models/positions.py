@@ -168,13 +168,13 @@ def _longrope(scaling: dict[str, Any], theta: float, original: int, max_position
     )
 
 
-def size(config: dict[str, Any], key: str, default: int | None = None, most: int = 2**31 - 1) -> int:
-    """Return an integer field from 1 to `most`, or `default` if it is null or absent; else raise `ConfigError`."""
+def size(config: dict[str, Any], key: str, default: int | None = None, maximum: int = 2**31 - 1) -> int:
+    """Return an integer field from 1 to `maximum`, or `default` if it is null or absent; else raise `ConfigError`."""
     value = config.get(key)
     if value is None and default is not None:
         return default
-    if not isinstance(value, int) or isinstance(value, bool) or not 1 <= value <= most:
-        raise ConfigError(f"config.json has {key}={value!r:.60}; an integer from 1 to {most} is needed")
+    if not isinstance(value, int) or isinstance(value, bool) or not 1 <= value <= maximum:
+        raise ConfigError(f"config.json has {key}={value!r:.60}; an integer from 1 to {maximum} is needed")
     return value
 
 

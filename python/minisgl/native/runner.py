@@ -350,15 +350,15 @@ def _step_plan(plan: BatchPlan, masks: Ints = NO_MASKS) -> StepPlan:
     return call
 
 
-def _passes(plan: BatchPlan, most: int) -> Iterator[BatchPlan]:
-    """Yield parts of a plan with prompt logprobs, whose slots sample up to about `most` tokens, without masks.
+def _passes(plan: BatchPlan, max_samples: int) -> Iterator[BatchPlan]:
+    """Yield parts of a plan with prompt logprobs, whose slots sample up to about `max_samples` tokens, without masks.
 
     Each token of a prompt becomes a slot of its own, so that the library computes its logits.
     """
     slots, rest = _split_into_tokens(plan.slots), replace(plan, masks=NO_MASKS)
     widths = np.where((slots["flags"] & Flag.DRAFTS) != 0, slots["stop"] - slots["start"], 1)
     samples = np.cumsum(np.where((slots["flags"] & Flag.SAMPLES) != 0, widths, 0)) - 1
-    pass_of_slot = np.maximum(samples, 0) // most
+    pass_of_slot = np.maximum(samples, 0) // max_samples
     for part in np.split(slots, np.flatnonzero(np.diff(pass_of_slot)) + 1):
         from_host = part[(part["flags"] & Flag.FROM_DEVICE) == 0]
         count = int((from_host["stop"] - from_host["start"]).sum())

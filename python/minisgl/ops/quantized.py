@@ -260,12 +260,12 @@ def round_int4(weight: Tensor, group: int, dtype: torch.dtype) -> tuple[Tensor, 
     """
     rows, columns = weight.shape
     w = weight.float().view(rows, -1, group)
-    most = w.abs().amax(2, keepdim=True) / 7
-    best, least = most, torch.full_like(most, torch.inf)
+    largest = w.abs().amax(2, keepdim=True) / 7
+    best, least_error = largest, torch.full_like(largest, torch.inf)
     for i in range(SHRINKS):
-        scale = positive((most * (1.0 - SHRINK * i)).to(dtype).float())
+        scale = positive((largest * (1.0 - SHRINK * i)).to(dtype).float())
         error = ((w / scale).round_().clamp_(-8, 7).mul_(scale) - w).square_().sum(2, keepdim=True)
-        best, least = torch.where(error < least, scale, best), torch.minimum(error, least)
+        best, least_error = torch.where(error < least_error, scale, best), torch.minimum(error, least_error)
     q = (w / best).round_().clamp_(-8, 7).add_(8).to(torch.uint8).view(rows, columns)
     return q, best.squeeze(2).to(dtype)
 

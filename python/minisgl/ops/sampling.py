@@ -337,15 +337,15 @@ def token_logprobs(logits: Tensor, tokens: Tensor, flags: Tensor) -> Tensor:
     bits. Other columns, and entries beyond a vocabulary smaller than TOP, are zero.
     """
     count, vocab_size = logits.shape
-    step, most = rows_per_pass(vocab_size), min(TOP, vocab_size)
+    step, width = rows_per_pass(vocab_size), min(TOP, vocab_size)
     scores = torch.zeros(count, StepResult.WIDTH, dtype=torch.int32, device=logits.device)
     wanted = (flags & Flag.LOGPROBS).nonzero().squeeze(1)
     for start in range(0, len(wanted), step):
         seqs = wanted[start : start + step]
         logprobs = torch.log_softmax(logits[seqs].float(), -1)
         sampled = logprobs.gather(1, tokens[seqs].long().unsqueeze(1))
-        values, ids = logprobs.topk(most, dim=-1)
+        values, ids = logprobs.topk(width, dim=-1)
         top = torch.zeros(len(seqs), 2, TOP, dtype=torch.int32, device=logits.device)
-        top[:, 0, :most], top[:, 1, :most] = ids.int(), values.view(torch.int32)
+        top[:, 0, :width], top[:, 1, :width] = ids.int(), values.view(torch.int32)
         scores[seqs] = torch.cat([sampled.view(torch.int32), top.flatten(1)], 1)
     return scores.t()

@@ -74,9 +74,9 @@ class StepBudget:
         """Whether no prompt can get another token; the first tokens of a prompt are the cheapest."""
         return self._affordable(0) <= 0
 
-    def take(self, start: int, wanted: int, most: float = math.inf) -> int:
-        """Grant a prompt up to `wanted` tokens from position `start` on, but not more than `most`; return how many."""
-        count = int(max(0, min(wanted, most, self._affordable(start))))
+    def take(self, start: int, wanted: int, limit: float = math.inf) -> int:
+        """Grant a prompt up to `wanted` tokens from position `start` on, but not more than `limit`; return how many."""
+        count = int(max(0, min(wanted, limit, self._affordable(start))))
         if count < wanted <= self._whole and self._affordable(0) < self._whole:
             return 0
         if count < wanted:  # cut to whole tiles
@@ -97,19 +97,19 @@ class StepBudget:
 class LoadBudget:
     """The number of pages that a step may load from tiers: as many as take `seconds`, the time of the step in flight.
 
-    The first request gets at least a page, and as many as take `least` seconds.
+    The first request gets at least a page, and as many as take `min_seconds` seconds.
     """
 
-    def __init__(self, seconds: float = math.inf, least: float = math.inf) -> None:
+    def __init__(self, seconds: float = math.inf, min_seconds: float = math.inf) -> None:
         self.granted = 0
         self._seconds = seconds
-        self._least = least
+        self._min_seconds = min_seconds
 
     def grant(self, seconds: npt.NDArray[np.float64]) -> int:
         """Grant a prefix of the loads that take `seconds` [n]; return its length."""
         is_first, limit = self.granted == 0, self._seconds
         if is_first:
-            limit = max(limit, self._least, *seconds[:1])
+            limit = max(limit, self._min_seconds, *seconds[:1])
         count = int(np.searchsorted(np.cumsum(seconds), limit, "right"))
         self.granted += count
         self._seconds -= float(seconds[:count].sum())

@@ -111,14 +111,14 @@ class CacheManager:
             self._give_evicted(evicted)
         return True
 
-    def match(self, req: Req, most: int | None = None) -> MatchResult:
-        """Return the longest cached prefix, of at most so many pages, that leaves a token of a request to compute.
+    def match(self, req: Req, max_pages: int | None = None) -> MatchResult:
+        """Return the longest cached prefix, of at most `max_pages` pages, that leaves a token of a request to compute.
 
         A prompt whose log-probabilities are asked for is computed as a whole: the cache has only K/V.
         """
         limit = len(req.ids) - 1 if req.prompt_logprobs is None else 0
-        if most is not None:
-            limit = min(limit, most * self.page_size)
+        if max_pages is not None:
+            limit = min(limit, max_pages * self.page_size)
         return self.prefix.match_prefix(req.ids[:limit], salt_digest(req.sampling_params.cache_salt))
 
     def attach(self, req: Req) -> list[int]:
@@ -156,8 +156,8 @@ class CacheManager:
         if not self.prefix.tiers:
             return NO_MOVES
         # In idle time, room is not made for later pages.
-        most = 0 if is_idle else math.ceil(min(self._pages_ahead, seconds / self._copy_seconds))
-        return self.prefix.take_moves(self._pages_ahead - self.free_size, most)
+        max_stores = 0 if is_idle else math.ceil(min(self._pages_ahead, seconds / self._copy_seconds))
+        return self.prefix.take_moves(self._pages_ahead - self.free_size, max_stores)
 
     def write_back(self, *, lasting: bool) -> bool:
         """Let an idle step copy cached pages to tiers; `lasting`: that outlive the process. False if none."""

@@ -55,16 +55,16 @@ NO_RATES: Final = np.zeros((2, 0))
 class Drafts:
     """State of the rows that may draft, indexed by row; arrays [2, row] are indexed by DEVICE or HOST first.
 
-    resumes_at  int64, the first step in which a drafter is asked again; NEVER if the row may not draft
-    is_tracked  bool, the row's last slot had DRAFTS, so the device knows its length and its history
-    known       int32, tokens in the device's history of a row that is not tracked
-    in_flight   int32, drafts in the steps in flight; `Rows.cached_len` may be too high by up to this many
-    ready       [2, row] int32, drafts that the drafter had at the newest result, and those that the host proposes
-    is_forced   bool, a grammar forces these
-    right       [2, row] float64, accepted drafts, with decaying weights
-    tried       [2, row] float64, accepted drafts and first rejected ones, likewise
-    accepted    int32, drafts accepted since the request has had the row
-    pause       int32, the last pause: the number of plain steps before the drafter was asked again
+    resumes_at       int64, the first step in which a drafter is asked again; NEVER if the row may not draft
+    is_tracked       bool, the row's last slot had DRAFTS, so the device knows its length and its history
+    known            int32, tokens in the device's history of a row that is not tracked
+    in_flight        int32, drafts in the steps in flight; `Rows.cached_len` may be too high by up to this many
+    ready            [2, row] int32, drafts that the drafter had at the newest result, and those that the host proposes
+    is_forced        bool, a grammar forces these
+    accepted_weight  [2, row] float64, accepted drafts, with decaying weights
+    tried_weight     [2, row] float64, accepted drafts and first rejected ones, with the same weights
+    accepted         int32, drafts accepted since the request has had the row
+    pause            int32, the last pause: the number of plain steps before the drafter was asked again
     """
 
     def __init__(
@@ -74,10 +74,10 @@ class Drafts:
         constrain: Constrain,
         costs: StepCosts | None,
         is_async: bool,
-        most: int,
+        max_drafts: int,
         kind: str,
     ) -> None:
-        """A row drafts `most` tokens by `kind` of drafter; with auto, as many of them as pay by `costs`.
+        """A row drafts `max_drafts` tokens by `kind` of drafter; with auto, as many of them as pay by `costs`.
 
         A drafter with a model (draft:PATH, or a head that auto found) has drafts after every prompt, and reads one
         token after a chunk of it.
@@ -89,8 +89,8 @@ class Drafts:
         self.cache = cache
         self._constrain = constrain
         self._costs = costs or FREE
-        self.most = most
-        self._index = np.arange(most + 1)
+        self.max_drafts = max_drafts
+        self._index = np.arange(max_drafts + 1)
         self._known_seconds: dict[tuple[int, int], npt.NDArray[np.float64]] = {}
         self._adapts = kind == "auto"
         self._asks_tree = kind in ("auto", "tree")
@@ -101,14 +101,14 @@ class Drafts:
         self._is_shared = self._adapts and self._asks_device  # the pause
         self._resumes_at = 0  # of rows that begin, where it is
         self._won = 0.0  # seconds, by the last steps with drafts
-        self._least_match = MAX_MATCH if self._has_model else MIN_MATCH
+        self._min_match = MAX_MATCH if self._has_model else MIN_MATCH
         self._first_prior = self._prior = np.full(2, MODEL_PRIOR if self._has_model else PRIOR)
         self.resumes_at = np.zeros(rows.num_rows, np.int64)
         self.is_tracked = np.zeros(rows.num_rows, np.bool_)
         self.is_forced = np.zeros(rows.num_rows, np.bool_)
         self.known, self.in_flight, self.accepted, self.pause = np.zeros((4, rows.num_rows), np.int32)
         self.ready = np.zeros((2, rows.num_rows), np.int32)
-        self.right, self.tried = np.zeros((2, 2, rows.num_rows))
+        self.accepted_weight, self.tried_weight = np.zeros((2, 2, rows.num_rows))
 
     def add(self, req: Req) -> None:
         """Reset the row of `req`, whose prompt is completely planned."""
@@ -118,9 +118,9 @@ class Drafts:
             self._resumes_at = 0  # no other row pays for asking
         self.resumes_at[req.row] = self._resumes_at if req.sampling_params.speculate else NEVER
         self.is_tracked[req.row] = False
-        for values in (self.is_forced, self.known, self.ready, self.accepted, self.right, self.tried):
+        for values in (self.is_forced, self.known, self.ready, self.accepted, self.accepted_weight, self.tried_weight):
             values[..., req.row] = 0
-        self.ready[DEVICE, req.row] = self.most * self._has_model
+        self.ready[DEVICE, req.row] = self.max_drafts * self._has_model
 
     def plan(self, step: int, running: Index, max_tokens: int) -> DraftSlots | None:
         """Return which of the rows `running` have DRAFTS, and how many; None if no row has. Allocates pages for drafts.
@@ -232,7 +232,7 @@ class Drafts:
         """Return what followed the text of `req` in the radix tree or, unless the device is asked, earlier in it."""
         found = self.cache.continuation(req, PROPOSED) if self._asks_tree else NO_INTS
         if not len(found) and (self._looks_up or (self._asks_device and req.matcher is not None)):
-            found = look_up(self.rows.text(req), MIN_MATCH if req.matcher else self._least_match)
+            found = look_up(self.rows.text(req), MIN_MATCH if req.matcher else self._min_match)
         return found
 
     def _rates(self, running: Index) -> npt.NDArray[np.float64]:
@@ -240,15 +240,15 @@ class Drafts:
 
         For rows with few results it is close to that of all rows.
         """
-        right, tried = self.right[:, running], self.tried[:, running]
-        mean = (right.sum(1) + self._prior * PRIOR_TRIES) / (tried.sum(1) + PRIOR_TRIES)
-        rates: npt.NDArray[np.float64] = (right + mean[:, None] * ROW_TRIES) / (tried + ROW_TRIES)
+        accepted, tried = self.accepted_weight[:, running], self.tried_weight[:, running]
+        mean = (accepted.sum(1) + self._prior * PRIOR_TRIES) / (tried.sum(1) + PRIOR_TRIES)
+        rates: npt.NDArray[np.float64] = (accepted + mean[:, None] * ROW_TRIES) / (tried + ROW_TRIES)
         rates[HOST, self.is_forced[running]] = 1.0
         return rates
 
     def _expected(self, running: Index, rates: npt.NDArray[np.float64]) -> npt.NDArray[np.float64]:
         """Return the expected number of accepted drafts of each row, [2, row]."""
-        drafts = np.minimum(self.ready[:, running], self.most)
+        drafts = np.minimum(self.ready[:, running], self.max_drafts)
         index = self._index[1:]
         expected: npt.NDArray[np.float64] = (rates[..., None] ** index * (index <= drafts[..., None])).sum(2)
         return expected
@@ -260,7 +260,7 @@ class Drafts:
 
         Rows with `has_drafts` take those of `source`, DEVICE or HOST.
         """
-        ready: Ints = np.minimum(self.ready[source, running], self.most) * has_drafts
+        ready: Ints = np.minimum(self.ready[source, running], self.max_drafts) * has_drafts
         if not self._adapts or not ready.any():
             return ready
         index = self._index[1:]
@@ -270,14 +270,14 @@ class Drafts:
         tokens = np.full(len(order) + 1, float(len(running)))
         tokens[1:] += gains.ravel()[order].cumsum()
         best = order[: (tokens / seconds).argmax()]
-        return np.bincount(best // self.most, minlength=len(running)).astype(np.int32)
+        return np.bincount(best // self.max_drafts, minlength=len(running)).astype(np.int32)
 
     def _seconds(self, running: Index, are_proposed: bool) -> npt.NDArray[np.float64]:
         """Return the seconds of a step in which the rows `running` have 0, 1, ... drafts in total."""
         count = len(running)
         known = self._known_seconds.get((count, are_proposed))
         if known is None:
-            number = np.arange(count * self.most + 1)
+            number = np.arange(count * self.max_drafts + 1)
             known = self._costs.draft_seconds(count, number, are_proposed=are_proposed)
             known[1:] += 0.0 if self._is_async else HOST_S + HOST_ROW_S * count
             self._known_seconds[count, are_proposed] = known
@@ -330,10 +330,10 @@ class Drafts:
         first = np.cumsum(plan.widths) - plan.widths
         is_drafted = (slots["flags"] & Flag.DRAFTS) != 0
         rows, drafts = slots["row"][is_drafted].astype(np.intp), plan.widths[is_drafted] - 1
-        right = np.add.reduceat(result.confirmed, first)[is_drafted] - 1
-        self.rows.cached_len[rows] -= drafts - right
+        accepted = np.add.reduceat(result.confirmed, first)[is_drafted] - 1
+        self.rows.cached_len[rows] -= drafts - accepted
         self.in_flight[rows] -= drafts
-        self.accepted[rows] += right
+        self.accepted[rows] += accepted
         # Drafts looked up for a row that decodes plainly by now are outdated.
         is_current = self.is_tracked[rows] | self._has_model
         self.ready[DEVICE, rows] = np.where(is_current, result.ready[first[is_drafted]], 0)
@@ -341,26 +341,26 @@ class Drafts:
         at = from_host.astype(np.intp), rows
         is_guess = (drafts > 0) & ~(self.is_forced[rows] & from_host)
         memory = np.where(is_guess, MEMORY, 1.0)
-        found, tries = right * is_guess, np.minimum(drafts, right + 1) * is_guess
-        self.right[at] = memory * self.right[at] + found
-        self.tried[at] = memory * self.tried[at] + tries
+        found, tries = accepted * is_guess, np.minimum(drafts, accepted + 1) * is_guess
+        self.accepted_weight[at] = memory * self.accepted_weight[at] + found
+        self.tried_weight[at] = memory * self.tried_weight[at] + tries
         if self._adapts and self._has_model:
             found, tries = np.bincount(at[0], found, 2), np.bincount(at[0], tries, 2)
             self._prior = (self._prior * PAST_TRIES + found) / (PAST_TRIES + tries)
         if self._is_shared:
-            self._weigh(slots["row"].astype(np.intp), int(drafts.sum()), int(right.sum()), step)
+            self._weigh(slots["row"].astype(np.intp), int(drafts.sum()), int(accepted.sum()), step)
         elif self._adapts:
-            self.pause[rows[right > 0]] = 0
-            self._pause(rows[is_guess & (right == 0)], step)
-        return int(drafts.sum()), int(right.sum())
+            self.pause[rows[accepted > 0]] = 0
+            self._pause(rows[is_guess & (accepted == 0)], step)
+        return int(drafts.sum()), int(accepted.sum())
 
-    def _weigh(self, rows: Index, drafts: int, right: int, step: int) -> None:
+    def _weigh(self, rows: Index, drafts: int, accepted: int, step: int) -> None:
         """Let all rows decode plainly for a while if drafts do not pay, since asking for them slows every row.
 
         The gain of drafts is the extra time that plain steps would have taken for the same tokens.
         """
         seconds = self._seconds(rows, are_proposed=False)
-        self._won = WON_MEMORY * self._won + (1 + right / len(rows)) * seconds[0] - seconds[max(1, drafts)]
+        self._won = WON_MEMORY * self._won + (1 + accepted / len(rows)) * seconds[0] - seconds[max(1, drafts)]
         if self._won > 0:
             self.pause[:] = 0
         pays = self._won > 0
@@ -383,12 +383,12 @@ class Drafts:
         self.pause[rows] = np.clip(2 * self.pause[rows], MIN_PAUSE if self._is_shared else 1, MAX_PAUSE)
         resumes_at = step + 1 + self.pause[rows]
         self.resumes_at[rows] = resumes_at + -resumes_at % self.pause[rows]  # the same step for many rows
-        self.ready[DEVICE, rows] = self.most * self._has_model
+        self.ready[DEVICE, rows] = self.max_drafts * self._has_model
         self._forget(rows, PAUSE_MEMORY)
 
     def _forget(self, rows: npt.NDArray[np.intp], memory: float) -> None:
-        self.right[:, rows] *= memory
-        self.tried[:, rows] *= memory
+        self.accepted_weight[:, rows] *= memory
+        self.tried_weight[:, rows] *= memory
 
 
 def create_drafts(

@@ -255,8 +255,8 @@ class PrefillManager:
     def _chunk(self, req: Req, budget: StepBudget, chunks: list[Chunk]) -> bool:
         """Add the chunk of `req` that the budget allows; return whether the prompt is then complete."""
         start, bounded = int(self.rows.cached_len[req.row]), self.cache.bounded
-        most = math.inf if bounded is None else bounded.chunk_limit(req, start)
-        stop = start + budget.take(start, len(req.ids) - start, most)
+        limit = math.inf if bounded is None else bounded.chunk_limit(req, start)
+        stop = start + budget.take(start, len(req.ids) - start, limit)
         is_complete = stop == len(req.ids)
         if is_complete:
             self.chunked.remove(req)

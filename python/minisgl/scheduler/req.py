@@ -148,13 +148,13 @@ class Admission:
         Raises `RequestError` if it is invalid, can never fit, or the queue is full, and `ValueError` for half a token
         or for more output than it may have.
         """
-        prompt, most = ids_from_bytes(msg.input_ids), self._max_queued_tokens
+        prompt, limit = ids_from_bytes(msg.input_ids), self._max_queued_tokens
         is_new = msg.output_ids is None  # else another replica has accepted it
         validate_sampling(msg.sampling_params, self._limits)
         validate_prompt(prompt, self._limits)
         max_tokens = self.output_budget(len(prompt), msg.sampling_params)
-        if is_new and is_full(len(prompt) * (1 + msg.place), most):
-            message = f"more than {most} prompt tokens are waiting before this request; try again later"
+        if is_new and is_full(len(prompt) * (1 + msg.place), limit):
+            message = f"more than {limit} prompt tokens are waiting before this request; try again later"
             raise RequestError(message, code="queue_full", status=429)
         if is_new and num_queued >= self.max_queued:
             raise RequestError(

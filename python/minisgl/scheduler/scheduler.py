@@ -93,7 +93,7 @@ class Scheduler:
         self.depth = int(overlap and not is_overlap_disabled())
         limits, arena = engine.limits, Arena(engine.blocks)
         pools = [IdPool(arena, bounded, engine.page_size, config.max_prefill_length) for bounded in engine.bounded]
-        self.admission = Admission(config, limits, arena.most_pages * engine.page_size)
+        self.admission = Admission(config, limits, arena.max_pages * engine.page_size)
         max_tokens = self.admission.max_tokens
         self.rows = Rows(
             engine.max_running_requests, max_tokens, engine.page_size, limits.vocab_size, engine.eos_token_ids
@@ -354,13 +354,13 @@ class Scheduler:
         self.bus.note_result(result.tokens)
         self.rows.retired = step.plan.step
         self.cache.lower_fences()
-        drafted = right = 0
+        drafted = accepted = 0
         if self.drafts is not None and result.confirmed is not None:
             self.replies.drafted(step.plan.slots, self.rows)
-            drafted, right = self.drafts.collect(self.step_number, step.plan, result)
+            drafted, accepted = self.drafts.collect(self.step_number, step.plan, result)
             self.stats.drafted_tokens += drafted
-            self.stats.accepted_tokens += right
-        self.stats.note_step(step, self.clock.seconds, drafted, right)
+            self.stats.accepted_tokens += accepted
+        self.stats.note_step(step, self.clock.seconds, drafted, accepted)
         for number, wave in enumerate(step.waves(result)):
             sampled, tokens, maybe_ended = self._confirm(wave, result)
             if number == 0:

@@ -30,7 +30,7 @@ class Stats:
         self.computed_prompt_tokens = 0  # prompt tokens that went through the model; preemption repeats some
         self.generation_tokens = 0
         self.drafted_tokens = 0
-        self.accepted_tokens = 0  # drafts that were right
+        self.accepted_tokens = 0  # drafts
         self.preemptions = 0
         self.dropped = 0  # messages
         # The last ones: number, seconds, rows, prompt tokens, drafts and accepted ones.

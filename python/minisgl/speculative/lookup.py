@@ -17,8 +17,8 @@ MAX_MATCH: Final = 4  # tokens beyond which a longer match is no better than a m
 WINDOW: Final = 32768  # only the newest tokens are searched
 
 
-def look_up(ids: Ints, least: int = MIN_MATCH) -> Ints:
-    """Return what followed the longest earlier match of the last tokens of `ids`; empty if shorter than `least` tokens.
+def look_up(ids: Ints, min_match: int = MIN_MATCH) -> Ints:
+    """Return what followed the longest earlier match of the last tokens of `ids`; empty if shorter than `min_match`.
 
     Of equally long matches the most recent one counts.
     """
@@ -30,7 +30,7 @@ def look_up(ids: Ints, least: int = MIN_MATCH) -> Ints:
         if not len(longer) or not len(longer := longer[ids[longer - size] == ids[-1 - size]]):
             break
         matches, size = longer, size + 1
-    if not len(matches) or size < least:
+    if not len(matches) or size < min_match:
         return NO_INTS
     period = len(ids) - 1 - matches[-1]
     drafts: Ints = np.maximum(ids[matches[-1] + 1 + np.arange(MAX_DRAFTS) % period], 0)

@@ -129,8 +129,8 @@ class TokenizeManager:
         encoding = self.tokenizer.encode_batch_fast([text], add_special_tokens=add_special_tokens)[0]
         return np.array(encoding.ids, dtype=np.int32)
 
-    def _require_plausible(self, text: str, most: int) -> None:
-        """Raise `RequestError` as soon as pieces of a long `text` have more than `most` tokens.
+    def _require_plausible(self, text: str, limit: int) -> None:
+        """Raise `RequestError` as soon as pieces of a long `text` have more than `limit` tokens.
 
         So the work depends on the context length, not on the text. Cuts may add some tokens, which are not counted.
         """
@@ -138,5 +138,5 @@ class TokenizeManager:
         for start in range(0, len(text), PIECE_CHARS):
             piece = self.tokenizer.encode_batch_fast([text[start : start + PIECE_CHARS]], add_special_tokens=False)[0]
             count += max(0, len(piece.ids) - CUT_TOKENS)
-            if count > most:
+            if count > limit:
                 raise too_long(self.limits, f"at least {count} tokens in {len(text)} characters")

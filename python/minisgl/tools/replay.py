@@ -67,7 +67,7 @@ class Replay:
         grammars = _Grammars(self)
         self.scheduler = Scheduler(header.config, engine, self._io, grammars, clock=lambda: self.entry.now)
         limits = msgspec.structs.replace(header.limits, vocab_size=2**31)  # hashes may stand for token ids
-        pool_tokens = self.scheduler.cache.arena.most_pages * header.page_size
+        pool_tokens = self.scheduler.cache.arena.max_pages * header.page_size
         self.scheduler.admission = Admission(header.config, limits, pool_tokens)
 
     def _frame(self) -> memoryview | None:

@@ -356,7 +356,7 @@ def _drafts(costs: StepCosts) -> Drafts:
         max_len=np.full(1, 200),
         requests=[SimpleNamespace(row=0, matcher=None)],
     )
-    return Drafts(rows, nothing, lambda req, guess: (guess, False), costs, is_async=False, most=4, kind="auto")
+    return Drafts(rows, nothing, lambda req, guess: (guess, False), costs, is_async=False, max_drafts=4, kind="auto")
 
 
 @pytest.mark.parametrize(
@@ -370,7 +370,7 @@ def test_auto_takes_what_is_worth_more(right_by_head: float, right_by_host: floa
     drafts.guess = lambda req: np.arange(8, dtype=np.int32)  # type: ignore[method-assign]
     drafts.ready[DEVICE] = 8
     for source, rate in ((DEVICE, right_by_head), (HOST, right_by_host)):
-        drafts.right[source], drafts.tried[source] = 1000 * rate, 1000
+        drafts.accepted_weight[source], drafts.tried_weight[source] = 1000 * rate, 1000
     slots = drafts.plan(1, np.zeros(1, np.intp), 100)
     found = (0, False) if slots is None else (int(slots.counts[0]), len(slots.proposals) > 0)
     assert found == want

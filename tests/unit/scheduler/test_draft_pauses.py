@@ -13,7 +13,7 @@ from minisgl.scheduler.drafts import MAX_PAUSE, MIN_PAUSE, Drafts
 def test_rows_whose_drafts_are_wrong_pause_for_longer_and_ask_in_the_same_steps() -> None:
     nothing: Any = None
     rows: Any = SimpleNamespace(num_rows=6)
-    drafts = Drafts(rows, nothing, nothing, nothing, is_async=True, most=4, kind="auto")
+    drafts = Drafts(rows, nothing, nothing, nothing, is_async=True, max_drafts=4, kind="auto")
     steps, pauses = np.arange(6) * 7, [[] for _ in range(6)]  # rows begin at different times
     for _ in range(9):
         for row, step in enumerate(steps.tolist()):

@@ -58,8 +58,8 @@ class StepInputs:
         self._device: CudaDevice = parts.device  # type: ignore[assignment]
         self._max_rows = max_rows
         self._dummy_row = len(parts.state.last_token) - 1
-        most = samples, max(map(self._sequences_of, sizes)), max(size.tokens for size in sizes)
-        self._room = step.Counts(*(round_up(count, 4) for count in most))
+        limits = samples, max(map(self._sequences_of, sizes)), max(size.tokens for size in sizes)
+        self._room = step.Counts(*(round_up(count, 4) for count in limits))
         longest = self._room.words + words(PAGE_WRITE) * MAX_PAGE_WRITES + words(ROW_STATE) * MAX_ROW_STATES
         lines, is_pinned = 4 + StepResult.WIDTH, torch.cuda.is_available()
         self._host = torch.zeros(RING, longest, dtype=torch.int32, pin_memory=is_pinned)
@@ -129,8 +129,8 @@ class StepInputs:
         if size.shape.chunks:
             pads["stop"][unused] = missing
         else:
-            most = size.shape.queries
-            pads["stop"] = np.clip(missing - most * np.arange(len(pads)), 0, most)
+            width = size.shape.queries
+            pads["stop"] = np.clip(missing - width * np.arange(len(pads)), 0, width)
         parts = slots[:decodes], pads[:unused], slots[decodes:], pads[unused:]
         return np.concatenate([as_words(part) for part in parts]).view(SLOT).ravel()  # records take 10 us
 

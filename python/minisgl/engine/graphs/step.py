@@ -85,15 +85,15 @@ class CapturedRunner:
         large = LAUNCH_FLOPS * parts.model.config.num_layers / parts.flops_per_token
         sizes = decode_sizes(max_rows) + (draft_sizes(max_rows, max_queries, large) if parts.drafting else [])
         sizes += prompt_sizes(max_tokens, max_rows, max_queries, large)
-        most = max((size.samples for size in sizes if not size.is_plain), default=0)
-        self._counts = tuple(sorted({min(count, most) for count in (*TAIL_SIZES, most) if most}))
-        self._io = StepInputs(parts, sizes, max(most, max_rows), max_rows)
+        max_samples = max((size.samples for size in sizes if not size.is_plain), default=0)
+        self._counts = tuple(sorted({min(count, max_samples) for count in (*TAIL_SIZES, max_samples) if max_samples}))
+        self._io = StepInputs(parts, sizes, max(max_samples, max_rows), max_rows)
         self._hidden: list[Tensor] = []
         self._model = None
         if parts.drafting is not None and isinstance(model := parts.drafting.model, DraftModel):
             self._model, self._drafts = model, DraftGraphs(parts, parts.drafting, model, capture, max_rows)
-        self._states: dict[int, Tensor] = {}  # [most tokens, H], outputs of the layers that the model reads
-        self._most_tokens = max(size.tokens for size in sizes)
+        self._states: dict[int, Tensor] = {}  # [max tokens, H], outputs of the layers that the model reads
+        self._max_tokens = max(size.tokens for size in sizes)
         self._shared: _Tails = {}
         graphs = []
         for done, size in enumerate(reversed(sizes), 1):
@@ -179,7 +179,7 @@ class CapturedRunner:
                 return self.parts.model.logits(hidden)
             for layer, state in taps.items():
                 if layer not in self._states:
-                    self._states[layer] = state.new_empty(self._most_tokens, state.shape[1])
+                    self._states[layer] = state.new_empty(self._max_tokens, state.shape[1])
                 self._states[layer][: size.tokens].copy_(state)
             left = [finished(x) for x in hidden if x is not None]
             self._hidden = self._hidden or [x.new_empty(self._counts[-1], x.shape[1]) for x in left]

@@ -105,8 +105,8 @@ class Chain(NamedTuple):
         """Whether the kernel can go on with `link`, whose residual must be the sum of the norm before."""
         if len(self.links) == MAX_LINKS or link.weight.format != self.links[0].weight.format:
             return False
-        most = torch.cuda.get_device_properties(self.device).multi_processor_count * MAX_OUTPUTS
-        if any(each.n_out > most for each in (*self.links, link)):
+        max_outputs = torch.cuda.get_device_properties(self.device).multi_processor_count * MAX_OUTPUTS
+        if any(each.n_out > max_outputs for each in (*self.links, link)):
             return False
         totals = [each.total for each in self.links if each.norm is not None]
         if link.norm is None or not totals:

@@ -140,11 +140,11 @@ def make_guess(llm: LLM, workload: Workload, temperature: float, length: float) 
     Raises `ConfigError` if a step cannot have so many tokens.
     """
     assert llm.scheduler.drafts is not None, "there is no drafter"
-    most, vocab_size = llm.scheduler.drafts.most, llm.scheduler.engine.limits.vocab_size
-    if length > most + 1:
+    max_drafts, vocab_size = llm.scheduler.drafts.max_drafts, llm.scheduler.engine.limits.vocab_size
+    if length > max_drafts + 1:
         raise ConfigError(f"--accept-length {length:g} needs --num-draft-tokens of {math.ceil(length) - 1} or more")
     rates = np.linspace(0, 1, 1001)
-    acceptance = np.interp(length, (rates[:, None] ** np.arange(most + 1)).sum(1), rates)
+    acceptance = np.interp(length, (rates[:, None] ** np.arange(max_drafts + 1)).sum(1), rates)
     noise, texts = np.random.default_rng(0), {}
     for r, done in zip(workload.requests, complete(llm, workload, temperature), strict=True):
         text = np.array([*r.prompt, *done.token_ids], np.int32)
