@@ -117,7 +117,7 @@ async def _chunks(frontend: FrontendManager, body: ChatRequest) -> AsyncIterator
     async with frontend.submit([message]) as submission:
         yield chunk(Delta(role="assistant", content=""))
         while not submission.is_done:
-            for _, reply in await submission.take():
+            for _, reply in await submission.next_replies():
                 yield chunk(Delta(content=reply.text), reply.finish_reason)
 
 

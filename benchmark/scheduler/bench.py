@@ -29,7 +29,7 @@ PHASES = ("plan", "launch", "collect", "send")
 
 
 class Clock:
-    """Seconds spent in wrapped functions since the last `take`; the time of inner ones does not count in outer ones."""
+    """Seconds spent in wrapped functions since the last `pop`; the time of inner ones does not count in outer ones."""
 
     def __init__(self) -> None:
         self._spent: dict[str, float] = defaultdict(float)
@@ -50,7 +50,7 @@ class Clock:
 
         setattr(owner, name, timed)
 
-    def take(self) -> dict[str, float]:
+    def pop(self) -> dict[str, float]:
         spent, self._spent = self._spent, defaultdict(float)
         return spent
 
@@ -126,11 +126,11 @@ def measure(
     gc.freeze()
     for _ in range(steps):
         io.replies.clear()
-        clock.take()
+        clock.pop()
         start = time.perf_counter()
         scheduler.step()
         total = time.perf_counter() - start
-        spent = clock.take()
+        spent = clock.pop()
         spent["step"] = total - spent["engine"]
         plan = scheduler.launched[-1].plan
         assert len(plan.slots) == rows

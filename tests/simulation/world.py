@@ -100,7 +100,7 @@ class Inbox:
         self._frames.append(frame)
         self._wake()
 
-    def take(self) -> list[bytes]:
+    def pop(self) -> list[bytes]:
         frames, self._frames = list(self._frames), deque()
         return frames
 
@@ -176,7 +176,7 @@ class Pull:
         self._codec = codec
 
     def get(self, timeout: float | None = None) -> list[Any]:
-        return [msg for frame in self.inbox.take() for msg in self._codec.decode(frame)]
+        return [msg for frame in self.inbox.pop() for msg in self._codec.decode(frame)]
 
     def close(self) -> None:
         pass

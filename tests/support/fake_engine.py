@@ -191,11 +191,11 @@ class FakeEngine:
         """Poison whatever becomes free in `cache`."""
         cache.on_free = self.poison
         for pool in [] if cache.bounded is None else cache.bounded.pools:
-            pool.give = partial(self._poison_given, pool, pool.give)  # type: ignore[method-assign]
+            pool.release = partial(self._poison_released, pool, pool.release)  # type: ignore[method-assign]
 
-    def _poison_given(self, pool: IdPool, give: Callable[[list[int]], None], ids: list[int]) -> None:
+    def _poison_released(self, pool: IdPool, release: Callable[[list[int]], None], ids: list[int]) -> None:
         self.poison(ids, pool.group)
-        give(ids)
+        release(ids)
 
     def poison(self, pages: list[int], group: int = FULL) -> None:
         """What a free page holds; called at once, not in device order, to punish early frees."""

@@ -84,7 +84,7 @@ class Dispatcher:
         """
         await asyncio.wait([died, leaving], return_when=asyncio.FIRST_COMPLETED)
         replica, deadline = self.router.replicas[life], time.monotonic() + drain_timeout
-        replica.takes_requests = False
+        replica.accepts_requests = False
         if not died.done():
             logger.info("replica %d takes no new requests", replica.index)
         while not died.done():
@@ -178,7 +178,7 @@ class Dispatcher:
 
 
 def _view(replica: Replica, silence: float) -> ReplicaView:
-    state = "silent" if silence > SILENT_S else "serving" if replica.takes_requests else "draining"
+    state = "silent" if silence > SILENT_S else "serving" if replica.accepts_requests else "draining"
     return ReplicaView(
         replica=replica.index,
         state=state,

@@ -119,7 +119,7 @@ class Submission:
         self._frontend = frontend
         self._generations = {uid: Generation(i, UserReply(uid=uid)) for i, uid in enumerate(self.uids)}
         self._pending: dict[int, UserReply] = {}
-        self._waiter: asyncio.Future[None] | None = None  # set while `take` waits
+        self._waiter: asyncio.Future[None] | None = None  # set while `next_replies` waits
         self._held = {self.uids[i]: messages[i + 1 : i + n] for i in range(0, len(messages), n) if n > 1}
         self._is_abandoned = False
 
@@ -143,7 +143,7 @@ class Submission:
 
     @property
     def is_done(self) -> bool:
-        """Whether all generations have ended and `take` has returned their ends."""
+        """Whether all generations have ended and `next_replies` has returned their ends."""
         return not self.unfinished and not self._pending
 
     def push(self, reply: UserReply) -> None:
@@ -197,11 +197,11 @@ class Submission:
         return figures
 
     def abandon(self) -> None:
-        """Record that the client is gone: `take` then raises `ClientGoneError`."""
+        """Record that the client is gone: `next_replies` then raises `ClientGoneError`."""
         self._is_abandoned = True
         self._wake()
 
-    async def take(self) -> list[tuple[int, UserReply]]:
+    async def next_replies(self) -> list[tuple[int, UserReply]]:
         """Wait for replies. Return (index, everything since the last call) of the generations that have any.
 
         Raises `ClientGoneError` after `abandon`.

@@ -39,7 +39,7 @@ async def probe(frontend: FrontendManager) -> str:
     try:
         async with asyncio.timeout(PROBE_TIMEOUT_S), frontend.submit([message]) as submission:
             while not submission.is_done:
-                for _, reply in await submission.take():
+                for _, reply in await submission.next_replies():
                     if reply.failure is not None:
                         return reply.failure.message
     except RequestError as e:

@@ -182,7 +182,7 @@ class GenerationResponse(Response):
     async def _body(self, submission: Submission) -> bytes:
         replies: list[list[UserReply]] = [[] for _ in self._messages]
         while not submission.is_done:
-            for index, reply in self._intact(await submission.take()):
+            for index, reply in self._intact(await submission.next_replies()):
                 replies[index].append(reply)
         whole = [joined(parts) for parts in replies]
         if sum(1 + len(reply.logprobs) for reply in whole) > AT_ONCE:
@@ -191,7 +191,7 @@ class GenerationResponse(Response):
 
     async def _stream(self, submission: Submission, scope: Scope) -> None:
         send: Send = scope[RAW_SEND]
-        replies = self._intact(await submission.take())
+        replies = self._intact(await submission.next_replies())
         headers = [*_STREAM_HEADERS, *scope[HEADERS]]
         await send({"type": "http.response.start", "status": 200, "headers": headers})
         chunks = list(self._renderer.first_events(len(self._messages)))
@@ -206,7 +206,7 @@ class GenerationResponse(Response):
                     await send({"type": "http.response.body", "body": b"".join(chunks), "more_body": True})
                     limit.end()
                     chunks = []
-                    replies = self._intact(await submission.take())
+                    replies = self._intact(await submission.next_replies())
                 chunks += self._renderer.last_events(submission.last_replies, submission.timeline)
             except RequestError as e:
                 chunks.append(self._renderer.failure(e))

@@ -47,7 +47,7 @@ class Replica:
     life: int
     index: int
     heard: float  # the time of the last heartbeat
-    takes_requests: bool = True
+    accepts_requests: bool = True
     queued: int = 0  # the sum over `requests`
     requests: dict[int, Routed] = field(default_factory=dict)  # by uid
     prefixes: dict[int, int] = field(default_factory=dict)  # hash of a cached prefix -> place
@@ -155,7 +155,7 @@ class Router:
         """Assign a request to the replica where it costs least, and return its life."""
         msg = routed.msg
         ids = ids_from_bytes(msg.input_ids + bytes(routed.output))
-        candidates = [r for r in self.replicas.values() if r.takes_requests] or list(self.replicas.values())
+        candidates = [r for r in self.replicas.values() if r.accepts_requests] or list(self.replicas.values())
         if not candidates:
             return None
         reusable = ids[:0] if msg.sampling_params.wants_prompt_logprobs and not routed.output else ids[:-1]

@@ -88,7 +88,7 @@ class PagePool:
         """Return how many more blocks it takes to have `count` pages, and those that are promised."""
         return max(0, ceil_div(self.promised + count - len(self.free), self.per_block))
 
-    def take(self, count: int) -> list[int]:
+    def allocate(self, count: int) -> list[int]:
         """Return `count` pages, the last freed first. There must be enough."""
         taken: list[int] = []
         for _ in range(count):
@@ -106,7 +106,7 @@ class PagePool:
         self._used[block] = 0
         self.free |= dict.fromkeys(range((block + 1) * self.per_block - 1, block * self.per_block - 1, -1))
 
-    def give(self, pages: Sequence[int], *, last: bool = False) -> None:
+    def release(self, pages: Sequence[int], *, last: bool = False) -> None:
         """Free `pages`. `last`: blocks of these alone are used after all others."""
         emptied: list[int] = []
         for page in pages:

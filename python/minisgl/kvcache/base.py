@@ -137,7 +137,7 @@ class PrefixCache(ABC):
         """
         return 0
 
-    def take_moves(self, num_next: int = 0, max_stores: int = 0) -> Records:
+    def pop_moves(self, num_next: int = 0, max_stores: int = 0) -> Records:
         """Return the MOVE records made since the last call, for the next plan.
 
         Also store about `max_stores` of the `num_next` pages that will be evicted next, so that no step waits for
@@ -146,9 +146,9 @@ class PrefixCache(ABC):
         return NO_MOVES
 
     def track_changes(self) -> None:  # noqa: B027, a cache that keeps nothing has nothing to report
-        """Make the next `take_changes` return all cached prefixes, and later calls only the changes."""
+        """Make the next `pop_changes` return all cached prefixes, and later calls only the changes."""
 
-    def take_changes(self) -> dict[int, int]:
+    def pop_changes(self) -> dict[int, int]:
         """Return the prefixes whose place has changed since the last call; none before `track_changes`.
 
         Keys are prefix hashes (`kvcache/prefixes.py`). Values are 0 for the device, i for `tiers[i - 1]`, and -1 for an

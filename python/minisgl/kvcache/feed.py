@@ -11,7 +11,7 @@ if TYPE_CHECKING:
 
 
 class RouterFeed:
-    """The changes since the last `take`, by the hash of each prefix. Costs nothing before `start`."""
+    """The changes since the last `pop`, by the hash of each prefix. Costs nothing before `start`."""
 
     def __init__(self, page_size: int) -> None:
         self._page_size = page_size
@@ -34,7 +34,7 @@ class RouterFeed:
             node.hashes = continued_hashes(node.key, self._page_size, before, parent.depth * self._page_size)
         self._changes.update(dict.fromkeys(node.hashes.tolist(), place))
 
-    def take(self) -> dict[int, int]:
+    def pop(self) -> dict[int, int]:
         """Return the changes since the last call; none before `start`."""
         if not self._changes:
             return {}

@@ -107,8 +107,8 @@ class TierKeeper:
                     count += self.store(node, place)
         return count
 
-    def take_moves(self, num_next: int, max_stores: int) -> Records:
-        """See `PrefixCache.take_moves`."""
+    def pop_moves(self, num_next: int, max_stores: int) -> Records:
+        """See `PrefixCache.pop_moves`."""
         oldest: list[Node] = []
         if num_next - self._num_stored >= PART and max_stores > 0:
             self._num_stored = 0

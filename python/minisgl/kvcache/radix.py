@@ -124,16 +124,16 @@ class RadixCache(PrefixCache):
     def write_back(self, num_pages: int, *, lasting: bool) -> int:
         return self._keeper.write_back(num_pages, lasting=lasting)
 
-    def take_moves(self, num_next: int = 0, max_stores: int = 0) -> Records:
-        return self._keeper.take_moves(num_next, max_stores)
+    def pop_moves(self, num_next: int = 0, max_stores: int = 0) -> Records:
+        return self._keeper.pop_moves(num_next, max_stores)
 
     # -- changes for a router
 
     def track_changes(self) -> None:
         self._feed.start(self.tree.nodes())
 
-    def take_changes(self) -> dict[int, int]:
-        return self._feed.take()
+    def pop_changes(self) -> dict[int, int]:
+        return self._feed.pop()
 
     # -- what it holds
 

@@ -85,7 +85,7 @@ class IdPool(PagePool):
     def extend(self, ids: dict[int, int], span: range) -> dict[int, int]:
         """Add free ids for the indices of `span` that are missing; return the added ones. There must be enough."""
         missing = [index for index in span if index not in ids]
-        added = dict(zip(missing, self.take(len(missing)), strict=True))
+        added = dict(zip(missing, self.allocate(len(missing)), strict=True))
         ids.update(added)
         return added
 
@@ -123,7 +123,7 @@ class Snapshots:
     def free(self, snapshot: Snapshot) -> None:
         """Free the ids of a snapshot that no node has."""
         for pool in self.pools:
-            pool.give([*pool.snapshots.pop(snapshot).values()])
+            pool.release([*pool.snapshots.pop(snapshot).values()])
 
     def add(self, node: Node | None, snapshot: Snapshot) -> None:
         """Give a node a snapshot; free it if the node has one, or if nothing is cached."""

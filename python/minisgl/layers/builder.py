@@ -29,17 +29,17 @@ class Init(Enum):
 
 @dataclass(frozen=True, slots=True)
 class Source:
-    """A checkpoint tensor whose part `take` fills the rows of a parameter from `start` on."""
+    """A checkpoint tensor whose part `slices` fills the rows of a parameter from `start` on."""
 
     name: str
     shape: tuple[int, ...]  # in the checkpoint
-    take: tuple[slice, ...]  # one slice with explicit bounds for each dimension
+    slices: tuple[slice, ...]  # one slice with explicit bounds for each dimension
     start: int
 
     @property
     def rows(self) -> int:
         """The number of rows that it fills."""
-        return int(self.take[0].stop - self.take[0].start)
+        return int(self.slices[0].stop - self.slices[0].start)
 
 
 @dataclass(frozen=True, slots=True)
@@ -185,7 +185,7 @@ def _sources(parts: Mapping[str, Rows], columns: list[Shard]) -> tuple[tuple[Sou
 
 
 def _fits(kind: Format, source: Source) -> bool:
-    rows, columns = source.take
+    rows, columns = source.slices
     ends = source.start, rows.start, rows.stop
     return (
         not any(end % kind.rows for end in ends)

@@ -47,12 +47,12 @@ class Matrix(ABC):
     format: Format | None  # in which a device can hold the matrix without loss; None if there is none
 
     @abstractmethod
-    def __getitem__(self, take: tuple[slice, slice]) -> Tensor:
-        """Return the part `take` in float32."""
+    def __getitem__(self, slices: tuple[slice, slice]) -> Tensor:
+        """Return the part `slices` in float32."""
 
     @abstractmethod
-    def numbers(self, take: tuple[slice, slice], upload: Upload) -> tuple[Tensor, ...]:
-        """Return the part `take`, which consists of whole groups of `format`, as the arguments of `Quantized.fill`."""
+    def numbers(self, slices: tuple[slice, slice], upload: Upload) -> tuple[Tensor, ...]:
+        """Return the part `slices`, whole groups of `format`, as the arguments of `Quantized.fill`."""
 
 
 Matrices = dict[str, tuple[Matrix, tuple[int, int]]]
@@ -60,7 +60,7 @@ Matrices = dict[str, tuple[Matrix, tuple[int, int]]]
 
 
 class _Parts:
-    """The tensors of one module, whose names begin with `prefix`. Taking a tensor removes it from `stored`."""
+    """The tensors of one module, whose names begin with `prefix`. `pop` removes a tensor from `stored`."""
 
     def __init__(self, stored: dict[str, Stored], prefix: str) -> None:
         self._stored = stored
@@ -73,12 +73,12 @@ class _Parts:
     def has(self, name: str) -> bool:
         return f"{self.prefix}{name}" in self._stored
 
-    def take(self, name: str) -> Stored | None:
+    def pop(self, name: str) -> Stored | None:
         return self._stored.pop(f"{self.prefix}{name}", None)
 
     def need(self, name: str, dtype: str = "") -> Stored:
-        """Take a tensor. Raises `ConfigError` if there is none, or if it does not have the `dtype` that is given."""
-        found = self.take(name)
+        """Pop a tensor. Raises `ConfigError` if there is none, or if it does not have the `dtype` that is given."""
+        found = self.pop(name)
         if found is None:
             raise ConfigError(f"the checkpoint has quantized weights {self.module} but no {self.prefix}{name}")
         if dtype and found.dtype != dtype:
@@ -86,7 +86,7 @@ class _Parts:
         return found
 
     def scale(self, name: str) -> Stored:
-        """Take a tensor of scales. Raises `ConfigError` if there is none, or if a scale is 0 or not finite."""
+        """Pop a tensor of scales. Raises `ConfigError` if there is none, or if a scale is 0 or not finite."""
         found = self.need(name)
         stored = found.whole()
         sizes = (stored.view(E8M0) if stored.dtype is torch.uint8 else stored).float().abs()  # bytes are powers of two
@@ -138,14 +138,14 @@ class _Scaled(Matrix):
     block: tuple[int, int]
     format: Format | None
 
-    def __getitem__(self, take: tuple[slice, slice]) -> Tensor:
-        rows, columns = (torch.arange(s.start, s.stop) // size for s, size in zip(take, self.block, strict=True))
-        w: Tensor = self.weight[take].float()
+    def __getitem__(self, slices: tuple[slice, slice]) -> Tensor:
+        rows, columns = (torch.arange(s.start, s.stop) // size for s, size in zip(slices, self.block, strict=True))
+        w: Tensor = self.weight[slices].float()
         return w.mul_(self.scale.index_select(0, rows).index_select(1, columns))
 
-    def numbers(self, take: tuple[slice, slice], upload: Upload) -> tuple[Tensor, ...]:
-        rows, columns = (slice(s.start // n, ceil_div(s.stop, n)) for s, n in zip(take, self.block, strict=True))
-        return upload(self.weight[take]), upload(self.scale[rows, columns].contiguous())
+    def numbers(self, slices: tuple[slice, slice], upload: Upload) -> tuple[Tensor, ...]:
+        rows, columns = (slice(s.start // n, ceil_div(s.stop, n)) for s, n in zip(slices, self.block, strict=True))
+        return upload(self.weight[slices]), upload(self.scale[rows, columns].contiguous())
 
 
 def _scaled(parts: _Parts, quantization: Quantization) -> Matrices:
@@ -155,7 +155,7 @@ def _scaled(parts: _Parts, quantization: Quantization) -> Matrices:
     rows, columns = weight.shape
     name = "weight_scale_inv" if parts.has("weight_scale_inv") else "weight_scale"
     scale = parts.scale(name)
-    zeros = parts.take("weight_zero_point")
+    zeros = parts.pop("weight_zero_point")
     if zeros is not None and zeros.whole().float().count_nonzero():
         raise ConfigError(f"tensor {parts.prefix}weight has zero points, which are not supported for 8-bit weights")
     block = quantization.block or (1, columns)
@@ -210,8 +210,8 @@ class _Packed(Matrix):
     groups: Tensor
     format: Format | None
 
-    def __getitem__(self, take: tuple[slice, slice]) -> Tensor:
-        rows, columns = take
+    def __getitem__(self, slices: tuple[slice, slice]) -> Tensor:
+        rows, columns = slices
         groups = self.groups[columns]
         q = self.words(rows, columns, lambda host: host)
         w = E2M1[q.int()] if self.format == MXFP4 else q.float()
@@ -219,9 +219,9 @@ class _Packed(Matrix):
         w -= zeros.float().index_select(1, groups) if zeros.dim() else zeros
         return w.mul_(self.scales(rows).float().index_select(1, groups))
 
-    def numbers(self, take: tuple[slice, slice], upload: Upload) -> tuple[Tensor, ...]:
+    def numbers(self, slices: tuple[slice, slice], upload: Upload) -> tuple[Tensor, ...]:
         assert self.format is not None, "no device can hold this matrix as it is stored"
-        rows, columns = take
+        rows, columns = slices
         groups = slice(columns.start // self.format.group, columns.stop // self.format.group)
         q = self.words(rows, columns, upload)
         if self.format.order:
@@ -231,16 +231,16 @@ class _Packed(Matrix):
 
 
 def _slice(
-    data: Any, dim: int, take: slice, other: slice, packing: _Packing, upload: Upload = lambda host: host
+    data: Any, dim: int, along: slice, other: slice, packing: _Packing, upload: Upload = lambda host: host
 ) -> Tensor:
-    """Unpack a part of a matrix that is packed along `dim`, with `dim` last: [other, take].
+    """Unpack a part of a matrix that is packed along `dim`, with `dim` last: [other, along].
 
-    `take` selects elements along `dim`, and `other` along the other dimension.
+    `along` selects elements along `dim`, and `other` along the other dimension.
     """
-    words = slice(take.start // packing.per, ceil_div(take.stop, packing.per))
+    words = slice(along.start // packing.per, ceil_div(along.stop, packing.per))
     part = upload(data[other, words] if dim else data[words, other])
-    start = take.start - words.start * packing.per
-    return packing.unpack(part if dim else part.t())[:, start : start + take.stop - take.start]
+    start = along.start - words.start * packing.per
+    return packing.unpack(part if dim else part.t())[:, start : start + along.stop - along.start]
 
 
 @cache
@@ -280,8 +280,8 @@ def _compressed(parts: _Parts, quantization: Quantization) -> Matrices:
     Integers and zero points are stored with the same offset, which cancels.
     """
     words, shape = parts.need("weight_packed", "I32"), parts.need("weight_shape")
-    scales, zeros = parts.scale("weight_scale"), parts.take("weight_zero_point")
-    order = (parts.need if quantization.needs_order else parts.take)("weight_g_idx")
+    scales, zeros = parts.scale("weight_scale"), parts.pop("weight_zero_point")
+    order = (parts.need if quantization.needs_order else parts.pop)("weight_g_idx")
     if order is not None and -1 in order.whole():  # never set: the columns of a group are neighbours
         order = None
     rows, columns = (int(n) for n in shape.whole())
@@ -327,7 +327,7 @@ def _awq(parts: _Parts, quantization: Quantization) -> Matrices:
 def _gptq(parts: _Parts, quantization: Quantization) -> Matrices:
     """AutoGPTQ: words [K / per, N], scales [G, N], zero points [G, N / per] less `zero_offset`, groups [K]."""
     words, scales, zeros = parts.need("qweight", "I32"), parts.scale("scales"), parts.need("qzeros", "I32")
-    order = (parts.need if quantization.needs_order else parts.take)("g_idx")
+    order = (parts.need if quantization.needs_order else parts.pop)("g_idx")
     num_groups, rows = scales.shape
     packing = _packing(zeros.shape[-1], rows)
     columns = words.shape[0] * packing.per
@@ -385,8 +385,8 @@ class _ExpertRows:
     first: int
     step: int
 
-    def __getitem__(self, take: tuple[slice, slice]) -> Tensor:
-        rows, columns = take
+    def __getitem__(self, slices: tuple[slice, slice]) -> Tensor:
+        rows, columns = slices
         whole: Tensor = self.data[self.expert, rows.start * self.step : rows.stop * self.step]
         return whole.flatten(1)[self.first :: self.step, columns].contiguous()
 

@@ -296,25 +296,25 @@ def _open(path: Path, stack: ExitStack) -> dict[str, Stored]:
 
 @dataclass(frozen=True, slots=True)
 class _Piece:
-    """The part `take` of a stored tensor, and the rows of a parameter (`target`) that it fills."""
+    """The part `slices` of a stored tensor, and the rows of a parameter (`target`) that it fills."""
 
     stored: Stored
-    take: tuple[slice, ...]
+    slices: tuple[slice, ...]
     target: Tensor | Quantized
 
     @property
     def bytes(self) -> int:
-        return math.prod(len(range(s.start, s.stop)) for s in self.take) * _bytes_of(self.stored, self.target)
+        return math.prod(len(range(s.start, s.stop)) for s in self.slices) * _bytes_of(self.stored, self.target)
 
     def copy(self, uploader: Uploader, rounding: Rounding) -> None:
         data, target = self.stored.data, self.target
         if isinstance(target, Tensor):
-            uploader.copy(target, data[self.take])
+            uploader.copy(target, data[self.slices])
         elif (kept := _kept(self.stored, target)) is not None:
-            rows, columns = self.take
+            rows, columns = self.slices
             uploader.run(lambda upload: target.fill(*kept.numbers((rows, columns), upload)))
         else:
-            uploader.run(lambda upload: target.round_from(upload(data[self.take]), rounding))
+            uploader.run(lambda upload: target.round_from(upload(data[self.slices]), rounding))
 
 
 def _kept(stored: Stored, target: Tensor | Quantized) -> Matrix | None:
@@ -332,7 +332,7 @@ def _bytes_of(stored: Stored, target: Tensor | Quantized) -> int:
 def _cut(parameter: Parameter, source: Source, stored: Stored) -> Iterator[_Piece]:
     """Cut the rows of a source into pieces, each of whole (blocks of) rows."""
     target = parameter.tensor
-    rows, *others = source.take
+    rows, *others = source.slices
     row_bytes = math.prod(s.stop - s.start for s in others) * _bytes_of(stored, target)
     unit = target.format.rows if isinstance(target, Quantized) else 1
     size = PIECE_BYTES
@@ -402,9 +402,9 @@ def fill_dummy(parameters: tuple[Parameter, ...], rounding: Rounding = rounded) 
             whole.normal_(0.0, DUMMY_STD, generator=generator.manual_seed(zlib.crc32(source.name.encode())))
             rows = slice(source.start, source.start + source.rows)
             if isinstance(target, Tensor):
-                target[rows] = whole[source.take]
+                target[rows] = whole[source.slices]
             else:
-                target.part(rows.start, rows.stop).round_from(whole[source.take], rounding)
+                target.part(rows.start, rows.stop).round_from(whole[source.slices], rounding)
 
 
 def _listed(names: list[str]) -> str:

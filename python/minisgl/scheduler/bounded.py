@@ -113,9 +113,9 @@ class BoundedState:
         for pool in self.pools:
             for row in rows[settled // pool.page_size > before // pool.page_size].tolist():
                 ids, first = pool.rows.get(row, {}), pool.span(int(self.settled[row]), 0).start
-                pool.give([ids.pop(index) for index in list(ids) if index < first])
+                pool.release([ids.pop(index) for index in list(ids) if index < first])
 
-    def take_captures(self, req: Req, finite: int, *, is_leaving: bool) -> list[tuple[int, Snapshot]]:
+    def pop_captures(self, req: Req, finite: int, *, is_leaving: bool) -> list[tuple[int, Snapshot]]:
         """Return (tokens, snapshot) of what was captured of a request, whose first `finite` tokens are.
 
         A leaving request hands its window over, as of the last page boundary. A state is only as of the newest token.
@@ -132,9 +132,9 @@ class BoundedState:
         return captures
 
     def close(self, req: Req) -> None:
-        """Free what a row has, and what was captured of it and not taken."""
+        """Free what a row has, and what was captured of it and not inserted."""
         for pool in self.pools:
-            pool.give([*pool.rows.pop(req.row).values()])
+            pool.release([*pool.rows.pop(req.row).values()])
         for _, snapshot in req.captures:
             self.snapshots.free(snapshot)
         req.captures = []

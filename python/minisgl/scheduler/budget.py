@@ -74,7 +74,7 @@ class StepBudget:
         """Whether no prompt can get another token; the first tokens of a prompt are the cheapest."""
         return self._affordable(0) <= 0
 
-    def take(self, start: int, wanted: int, limit: float = math.inf) -> int:
+    def grant(self, start: int, wanted: int, limit: float = math.inf) -> int:
         """Grant a prompt up to `wanted` tokens from position `start` on, but not more than `limit`; return how many."""
         count = int(max(0, min(wanted, limit, self._affordable(start))))
         if count < wanted <= self._whole and self._affordable(0) < self._whole:

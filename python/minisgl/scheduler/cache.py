@@ -90,7 +90,7 @@ class CacheManager:
         needs = {FULL: count}
         if not self.arena.fits(needs) and (count > self.available or not self.make_room(needs)):
             return None
-        return self.pages.take(count)
+        return self.pages.allocate(count)
 
     def make_room(self, needs: Mapping[int, int], reason: Reason = Reason.SHARED) -> bool:
         """Evict until so many pages of groups are within reach; false if that is not possible yet.
@@ -108,7 +108,7 @@ class CacheManager:
                 evicted = self.prefix.evict(needs[FULL] - self.free_size)
                 if not len(evicted):
                     return False
-            self._give_evicted(evicted)
+            self._release_evicted(evicted)
         return True
 
     def match(self, req: Req, max_pages: int | None = None) -> MatchResult:
@@ -151,13 +151,13 @@ class CacheManager:
         if not req.is_loading:
             self.rows.set_pages(req, 0, req.pages)
 
-    def take_moves(self, seconds: float, *, is_idle: bool) -> Records:
+    def pop_moves(self, seconds: float, *, is_idle: bool) -> Records:
         """Return the copies between tiers that a step of so many `seconds` makes: no more than fit beside it."""
         if not self.prefix.tiers:
             return NO_MOVES
         # In idle time, room is not made for later pages.
         max_stores = 0 if is_idle else math.ceil(min(self._pages_ahead, seconds / self._copy_seconds))
-        return self.prefix.take_moves(self._pages_ahead - self.free_size, max_stores)
+        return self.prefix.pop_moves(self._pages_ahead - self.free_size, max_stores)
 
     def write_back(self, *, lasting: bool) -> bool:
         """Let an idle step copy cached pages to tiers; `lasting`: that outlive the process. False if none."""
@@ -166,7 +166,7 @@ class CacheManager:
 
     def changes(self) -> PrefixesMsg | None:
         """Return what has changed in the prefix cache since the last call, if a router has asked."""
-        if not (changes := self.prefix.take_changes()):
+        if not (changes := self.prefix.pop_changes()):
             return None
         hashes, places = np.array([*changes], np.uint64), np.array([*changes.values()], np.int8)
         return PrefixesMsg(
@@ -181,7 +181,7 @@ class CacheManager:
         """Undo `attach`."""
         self.prefix.lock_handle(req.cache_handle, unlock=True)
         if self.bounded is not None:
-            self._give_evicted(self.prefix.prune(req.cache_handle.node))
+            self._release_evicted(self.prefix.prune(req.cache_handle.node))
         req.cache_handle = None
 
     def share_prefix(self, req: Req, *, is_leaving: bool = False) -> None:
@@ -196,7 +196,7 @@ class CacheManager:
         if self.bounded is None:
             self._insert(req, finite // self.page_size)
             return
-        for length, snapshot in self.bounded.take_captures(req, finite, is_leaving=is_leaving):
+        for length, snapshot in self.bounded.pop_captures(req, finite, is_leaving=is_leaving):
             self.bounded.snapshots.add(self._insert(req, length // self.page_size).node, snapshot)
 
     def _insert(self, req: Req, count: int) -> CacheHandle:
@@ -225,7 +225,7 @@ class CacheManager:
         req.cache_handle = handle
         duplicates: list[int] = own[differing].tolist()
         if not self.rows.is_in_flight(req):
-            self._give(duplicates, are_used=has_begun)
+            self._release_pages(duplicates, are_used=has_begun)
         elif duplicates:
             self._fenced.append((int(self.rows.last_step[req.row]), duplicates))
 
@@ -238,7 +238,7 @@ class CacheManager:
 
     def release(self, req: Req) -> None:
         """Take back the pages of a request that no batch in flight holds."""
-        self._give(req.pages[req.cache_handle.num_pages :], are_used=self._has_begun(req))
+        self._release_pages(req.pages[req.cache_handle.num_pages :], are_used=self._has_begun(req))
         if self.bounded is not None:
             self.bounded.close(req)
         self.detach(req)
@@ -248,21 +248,21 @@ class CacheManager:
         """Free the fenced pages that no step in flight can read any more."""
         # In order of fencing: a page may stay fenced a step too long behind the page of a busier row.
         while self._fenced and self._fenced[0][0] <= self.rows.retired:
-            self._give(self._fenced.popleft()[1])
+            self._release_pages(self._fenced.popleft()[1])
 
     def flush(self) -> None:
         """Evict every cached prefix that no request holds."""
-        self._give_evicted(self.prefix.reset())
+        self._release_evicted(self.prefix.reset())
 
-    def _give_evicted(self, pages: Ints) -> None:
+    def _release_evicted(self, pages: Ints) -> None:
         # After the others: they are taken in the order in which they are stored, after those that need no store.
-        self.pages.give(pages.tolist(), last=True)
+        self.pages.release(pages.tolist(), last=True)
         if not self.prefix.tiers:
             self._tell_free(pages.tolist())
 
-    def _give(self, pages: list[int], *, are_used: bool = True) -> None:
+    def _release_pages(self, pages: list[int], *, are_used: bool = True) -> None:
         """Free `pages` that a step has used; some may still have to be copied to a tier."""
-        self.pages.give(pages)
+        self.pages.release(pages)
         if are_used:
             self._tell_free(pages)
 

@@ -83,7 +83,7 @@ class Grammars:
         if (job := self._jobs.pop(req.uid, None)) is not None:
             job[1].cancel()
 
-    def take(self) -> Iterator[tuple[Req, RequestError | None]]:
+    def pop_compiled(self) -> Iterator[tuple[Req, RequestError | None]]:
         """Yield the requests whose grammar is compiled (WAITING, with a matcher), and those to refuse with an error."""
         for uid, (req, job, deadline) in list(self._jobs.items()):
             error: RequestError | None = None

@@ -156,8 +156,8 @@ class Step:
             chunks = [c for c in self.chunks if c.has_prompt_logprobs]
             ids = np.concatenate([NO_INTS, *(c.req.ids[c.start + 1 : c.stop + 1] for c in chunks)])
         # A step that only moves pages writes no state: nothing of it reads any.
-        writes = rows.writes.take() if len(slots) else (NO_PAGE_WRITES, NO_ROW_STATES, NO_INTS)
-        copies = rows.writes.take_copies()
+        writes = rows.writes.pop() if len(slots) else (NO_PAGE_WRITES, NO_ROW_STATES, NO_INTS)
+        copies = rows.writes.pop_copies()
         return BatchPlan(number, slots, tokens, *writes, NO_MASKS, ids, histories, proposals, moves, *copies)
 
 

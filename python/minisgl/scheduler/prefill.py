@@ -233,7 +233,7 @@ class PrefillManager:
         if need + margin > cache.available or not cache.make_room(needs):
             cache.detach(req)
             return False
-        own = cache.pages.take(need)
+        own = cache.pages.allocate(need)
         self.rows.allocate(req, len(shared) * cache.page_size)
         req.pages = shared + own
         if cache.bounded is not None:
@@ -256,7 +256,7 @@ class PrefillManager:
         """Add the chunk of `req` that the budget allows; return whether the prompt is then complete."""
         start, bounded = int(self.rows.cached_len[req.row]), self.cache.bounded
         limit = math.inf if bounded is None else bounded.chunk_limit(req, start)
-        stop = start + budget.take(start, len(req.ids) - start, limit)
+        stop = start + budget.grant(start, len(req.ids) - start, limit)
         is_complete = stop == len(req.ids)
         if is_complete:
             self.chunked.remove(req)

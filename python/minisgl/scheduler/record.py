@@ -212,8 +212,8 @@ class _RecordedGrammars(_Port):
     def __len__(self) -> int:
         return len(self._inner)
 
-    def take(self) -> Iterator[tuple[Req, RequestError | None]]:
-        for req, error in self._inner.take():
+    def pop_compiled(self) -> Iterator[tuple[Req, RequestError | None]]:
+        for req, error in self._inner.pop_compiled():
             self._recorder.entry.compiled.append((req.uid, None if error is None else Failure.of(error)))
             yield req, error
 

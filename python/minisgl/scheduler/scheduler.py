@@ -165,7 +165,7 @@ class Scheduler:
         self.now = self._clock()
         for msg in messages:
             self.handle(msg)
-        for req, error in self.grammars.take():
+        for req, error in self.grammars.pop_compiled():
             if error is None:
                 self.prefill.add(req)
             else:
@@ -317,7 +317,7 @@ class Scheduler:
         counts_context = step.chunks or self.cache.prefix.tiers
         context = int(self.rows.cached_len[step.running].sum()) if counts_context else 0
         seconds = self.pace.seconds(len(step.running), context, step.chunks)
-        moves = self.cache.take_moves(seconds, is_idle=not (len(step.running) or step.chunks))
+        moves = self.cache.pop_moves(seconds, is_idle=not (len(step.running) or step.chunks))
         plan = step.make_plan(self.step_number, self.rows, histories, moves)
         if self.grammars.num_followed:
             plan = replace(plan, masks=self.grammars.plan_masks(plan, self.rows))

@@ -35,7 +35,7 @@ class RowWrites:
     """Collects page-table entries, fields of rows and penalty records between two plans.
 
     The host keeps each request's pages in `Req.pages`; the device keeps them in its page table. The two agree once the
-    writes taken by `take` have been applied, in plan order.
+    writes that `pop` returns have been applied, in plan order.
     """
 
     def __init__(self, eos_token_ids: frozenset[int]) -> None:
@@ -62,7 +62,7 @@ class RowWrites:
         for entry, page in enumerate(pages, row << 32 | start):
             self._pages[entry] = page
 
-    def take_copies(self) -> tuple[Records, Records]:
+    def pop_copies(self) -> tuple[Records, Records]:
         """Return the restores and captures since the last call, as in `BatchPlan`."""
         if not (self.restores or self.captures):
             return NO_COPIES, NO_COPIES
@@ -70,7 +70,7 @@ class RowWrites:
         self.restores, self.captures = {}, []
         return np.array(lists[0], COPY), np.array(lists[1], COPY)
 
-    def take(self) -> tuple[Records, Records, Ints]:
+    def pop(self) -> tuple[Records, Records, Ints]:
         """Return the page writes, row states and penalty records since the last call, as in `BatchPlan`."""
         if not (self._pages or self._states or self.bounded):
             return NO_PAGE_WRITES, NO_ROW_STATES, NO_INTS

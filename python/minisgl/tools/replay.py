@@ -163,7 +163,7 @@ class _Grammars(Grammars):
         self._jobs[req.uid] = req, Future(), 0.0
         req.status = Status.COMPILING
 
-    def take(self) -> Iterator[tuple[Req, RequestError | None]]:
+    def pop_compiled(self) -> Iterator[tuple[Req, RequestError | None]]:
         for uid, failure in self._replay.entry.compiled:
             req = self._jobs.pop(uid)[0]
             if failure is None:

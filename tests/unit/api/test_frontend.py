@@ -68,7 +68,7 @@ def test_unread_replies_are_merged_into_one(args: ServerArgs, tokenizer: ZmqPull
                 submission.push(
                     UserReply(uid=uid, text="x", completion_tokens=i + 1, prompt_tokens=5, output_ids=ids_to_bytes([i]))
                 )
-            ((index, reply),) = await submission.take()
+            ((index, reply),) = await submission.next_replies()
             assert (index, reply.text, reply.completion_tokens) == (0, "x" * 1000, 1000)
             assert ids_from_bytes(reply.output_ids).tolist() == list(range(1000))
             submission.push(
@@ -79,7 +79,7 @@ def test_unread_replies_are_merged_into_one(args: ServerArgs, tokenizer: ZmqPull
                     uid=uid, text="never", completion_tokens=1002, prompt_tokens=5, finish_reason=FinishReason.ABORT
                 )
             )
-            assert [r.text for _, r in await submission.take()] == ["end"]
+            assert [r.text for _, r in await submission.next_replies()] == ["end"]
             assert submission.is_done
         assert frontend.entries == 0
         await frontend.close()
@@ -123,7 +123,7 @@ def test_a_large_answer_is_rendered_beside_the_other_requests(
     assert sent[-1]["body"] == b"%d" % (AT_ONCE + 1)
 
 
-def take(queue: ZmqPullQueue[TokenizerMsg], count: int) -> list[TokenizerMsg]:
+def receive(queue: ZmqPullQueue[TokenizerMsg], count: int) -> list[TokenizerMsg]:
     """The next `count` messages."""
     got: list[TokenizerMsg] = []
     while len(got) < count:
@@ -138,7 +138,7 @@ def test_abandoned_submission_aborts_its_requests(args: ServerArgs, tokenizer: Z
     async def leave(frontend: FrontendManager) -> None:
         async with frontend.submit([request(), request()]) as submission:
             submission.abandon()
-            await submission.take()
+            await submission.next_replies()
 
     async def run() -> None:
         frontend = make_frontend(args)
@@ -148,7 +148,7 @@ def test_abandoned_submission_aborts_its_requests(args: ServerArgs, tokenizer: Z
         await frontend.close()
 
     asyncio.run(run())
-    got: list[Any] = take(tokenizer, 4)
+    got: list[Any] = receive(tokenizer, 4)
     assert sorted(m.uid for m in got if isinstance(m, AbortMsg)) == sorted(
         m.uid for m in got if isinstance(m, TokenizeMsg)
     )
@@ -158,7 +158,7 @@ def test_other_choices_are_sent_when_the_first_has_begun(
     args: ServerArgs, tokenizer: ZmqPullQueue[TokenizerMsg]
 ) -> None:
     async def sent(kind: type[TokenizerMsg], *uids: int) -> None:
-        got = await asyncio.to_thread(take, tokenizer, len(uids))
+        got = await asyncio.to_thread(receive, tokenizer, len(uids))
         assert [(type(m), m.uid) for m in got] == [(kind, uid) for uid in uids]
 
     async def run() -> None:
@@ -170,10 +170,10 @@ def test_other_choices_are_sent_when_the_first_has_begun(
                 UserReply(uid=b, text="x", completion_tokens=1, prompt_tokens=5, finish_reason=FinishReason.LENGTH)
             )
             submission.push(UserReply(uid=a, finish_reason=FinishReason.ERROR, failure=Failure(message="e")))
-            assert [i for i, _ in await submission.take()] == [3, 0]
+            assert [i for i, _ in await submission.next_replies()] == [3, 0]
             await sent(TokenizeMsg, b + 1, b + 2)
         assert frontend.entries == 0
-        got = await asyncio.to_thread(take, tokenizer, 4)  # nothing else has been sent before
+        got = await asyncio.to_thread(receive, tokenizer, 4)  # nothing else has been sent before
         assert sorted((type(m), m.uid) for m in got) == [(AbortMsg, uid) for uid in (a + 1, a + 2, b + 1, b + 2)]
         await frontend.close()
 
@@ -200,7 +200,7 @@ def test_drain_waits_for_questions_too(args: ServerArgs, tokenizer: ZmqPullQueue
         frontend = make_frontend(args)
         replies: ZmqPushQueue[FrontendMsg] = ZmqPushQueue(args.zmq_frontend_addr, Codec(FrontendMsg))
         question = asyncio.create_task(frontend.convert(EncodeMsg(uid=0, prompt=request())))
-        (asked,) = await asyncio.to_thread(take, tokenizer, 1)
+        (asked,) = await asyncio.to_thread(receive, tokenizer, 1)
         assert isinstance(asked, EncodeMsg)
         assert not await frontend.wait_idle(0.05)
         draining = asyncio.create_task(frontend.drain(PATIENCE_S))
@@ -219,7 +219,7 @@ def test_failure_reaches_every_waiting_query(args: ServerArgs, tokenizer: ZmqPul
         frontend = make_frontend(args)
         replies: ZmqPushQueue[FrontendMsg] = ZmqPushQueue(args.zmq_frontend_addr, Codec(FrontendMsg))
         first, second = [asyncio.create_task(frontend.convert(EncodeMsg(uid=0, prompt=request()))) for _ in range(2)]
-        one, _ = await asyncio.to_thread(take, tokenizer, 2)
+        one, _ = await asyncio.to_thread(receive, tokenizer, 2)
         assert isinstance(one, EncodeMsg)
         replies.put([ConversionReply(uid=7), ConversionReply(uid=one.uid, text="early")])  # nobody waits for 7
         assert (await first).text == "early"

@@ -180,7 +180,7 @@ def test_silent_and_draining_replicas_get_requests_only_if_there_are_no_others()
     now = SILENT_S + 1
     router.note_stats(StatsMsg(life=2), now)
     assert [router.route(message([1]), now) for _ in range(3)] == [2, 2, 2]
-    router.replicas[2].takes_requests = False
+    router.replicas[2].accepts_requests = False
     assert router.route(message([1]), now) in (0, 1)
     router.remove(0, has_died=True)
     router.remove(1, has_died=True)
@@ -193,9 +193,9 @@ def test_requests_of_a_lost_replica_go_on_with_their_tokens() -> None:
     router = router_of(2)
     begun, waiting, aborted, ended = (message([1, 2, 3], seed=i) for i in range(4))
     for msg in (begun, waiting, aborted, ended):
-        router.replicas[1].takes_requests = False
+        router.replicas[1].accepts_requests = False
         assert router.route(msg, 0.0) == 0
-    router.replicas[1].takes_requests = True
+    router.replicas[1].accepts_requests = True
     for token in (7, 8):
         router.note_reply(UserReply(uid=begun.uid, output_ids=ids_to_bytes([token]), completion_tokens=token - 6))
     assert router.abort(aborted.uid) == [0]

@@ -55,10 +55,10 @@ def test_weight_loads_its_shard_of_each_tensor() -> None:
         Source("q.weight", (12, 5), (half, five), 0),
         Source("k.weight", (3, 5), (slice(0, 3), five), 6),
     )
-    assert [s.take for s in bias.sources] == [(half,), (slice(0, 3),)]
+    assert [s.slices for s in bias.sources] == [(half,), (slice(0, 3),)]
     assert layer.weight.shape == (9, 5) and layer.bias is bias.tensor
     assert o_weight.sources == (Source("o.weight", (5, 12), (five, half), 0),)
-    assert out.weight.shape == (5, 6) and o_bias.sources[0].take == (five,)
+    assert out.weight.shape == (5, 6) and o_bias.sources[0].slices == (five,)
     assert out.bias is None, "only rank 0 adds it to the sum"
 
 

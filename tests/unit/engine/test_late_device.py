@@ -71,9 +71,9 @@ def make_requests(seed: int) -> Requests:
     return requests
 
 
-def give_poisoned(store: StateStore, group: int, give: Callable[[list[int]], None], ids: list[int]) -> None:
+def give_poisoned(store: StateStore, group: int, release: Callable[[list[int]], None], ids: list[int]) -> None:
     store.poison(ids, group)
-    give(ids)
+    release(ids)
 
 
 def run(
@@ -102,7 +102,7 @@ def run(
     scheduler = Scheduler(config, engine, io, Grammars(FakeCompiler(VOCAB), compiling))
     scheduler.cache.on_free = engine.parts.store.poison
     for pool in [] if scheduler.cache.bounded is None else scheduler.cache.bounded.pools:
-        pool.give = partial(give_poisoned, engine.parts.store, pool.group, pool.give)
+        pool.release = partial(give_poisoned, engine.parts.store, pool.group, pool.release)
     outputs: dict[int, list[int]] = {uid: [] for uid in range(len(requests))}
     endings: dict[int, FinishReason] = {}
     todo = list(enumerate(requests))

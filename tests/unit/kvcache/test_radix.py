@@ -177,7 +177,7 @@ def test_computed_pages_are_not_given_up_for_loaded_ones() -> None:
     assert own.handle.num_pages == 0, "the loaded pages are not known to be intact"
     cache.mark_intact(handle)
     assert cache.insert_prefix(tokens, ids(30, 31, 32)).pages.tolist() == [20, 21, 32]
-    moves = cache.take_moves()
+    moves = cache.pop_moves()
     assert moves[["page", "slot", "kind"]].tolist() == [(10, 0, 0), (11, 1, 0), (12, 2, 0), (20, 0, 1), (21, 1, 1)]
     assert cache.match_prefix(tokens, b"salt").handle.num_pages == 0
     cache.check_integrity()
@@ -189,21 +189,21 @@ def test_a_lost_prefix_is_not_found_and_leaves_when_unlocked() -> None:
     cache.insert_prefix(tokens, ids(10, 11))
     cache.evict(2)
     cache.track_changes()
-    assert list(cache.take_changes().values()) == [1, 1]
+    assert list(cache.pop_changes().values()) == [1, 1]
     handle = cache.match_prefix(tokens).handle
     cache.lock_handle(handle)
     cache.load(handle, ids(20, 21))
     assert cache.drop_damaged(handle) and cache.drop_damaged(handle) and cache.is_damaged(handle)
-    assert list(cache.take_changes().values()) == [-1, -1]
+    assert list(cache.pop_changes().values()) == [-1, -1]
     cache.check_integrity()
     assert cache.tiers[0].free_size == 8 and cache.tiers[0].lost_pages == 2
     assert cache.match_prefix(tokens).handle.num_pages == 0
     cache.tick(1)
     assert cache.insert_prefix(tokens, ids(30, 31)).pages.tolist() == [30, 31]
-    assert list(cache.take_changes().values()) == [0, 0]
+    assert list(cache.pop_changes().values()) == [0, 0]
     cache.lock_handle(handle, unlock=True)
-    assert cache.evict(2).tolist() == [20, 21] and cache.take_changes() == {}, "the router lost the computed prefix"
-    assert cache.evict(2).tolist() == [30, 31] and list(cache.take_changes().values()) == [1, 1]
+    assert cache.evict(2).tolist() == [20, 21] and cache.pop_changes() == {}, "the router lost the computed prefix"
+    assert cache.evict(2).tolist() == [30, 31] and list(cache.pop_changes().values()) == [1, 1]
     cache.check_integrity()
 
 

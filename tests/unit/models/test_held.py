@@ -232,7 +232,7 @@ def test_experts_in_mxfp4_are_read_as_published(
                     else:
                         assert not held
                         got = tensor[slice(*rows)]
-                    assert torch.equal(got, want[source.name][source.take])
+                    assert torch.equal(got, want[source.name][source.slices])
                     found += 1
         assert found == len(want) == 2 * 3 * 3
 
@@ -403,12 +403,12 @@ def test_zero_points_and_scales_of_awq_are_kept(tmp_path: Path) -> None:
         stored = open_checkpoint([tmp_path / "model.safetensors"], stack, quantization)
         found = stored["a.weight"].data
         assert isinstance(found, Matrix) and found.format == Format(4, group, True, torch.float16)
-        take = slice(16, 48), slice(128, 256)
+        slices = slice(16, 48), slice(128, 256)
         target = found.format.empty(32, 128, CPU)
-        source = Source("a.weight", (rows, columns), take, 0)
+        source = Source("a.weight", (rows, columns), slices, 0)
         fill(stored, (Parameter(target, (source,), Init.NORMAL),), set(), CpuDevice(1))
     spread = (q - zero.repeat_interleave(group, 1)) * scale.float().repeat_interleave(group, 1)
-    assert torch.equal(target.dense(torch.float32), spread[take])
+    assert torch.equal(target.dense(torch.float32), spread[slices])
 
 
 @pytest.mark.parametrize(

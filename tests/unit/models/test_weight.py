@@ -312,8 +312,8 @@ def parameter(shape: tuple[int, ...], *sources: Source, dtype: torch.dtype = tor
 def part(name: str, whole: tuple[int, ...], start: int, **bounds: tuple[int, int]) -> Source:
     """`bounds` are rows and columns; all that are not given are taken."""
     rows, columns = bounds.get("rows", (0, whole[0])), bounds.get("columns", (0, whole[-1]))
-    take = (slice(*rows), slice(*columns))[: len(whole)]
-    return Source(name, whole, take, start)
+    slices = (slice(*rows), slice(*columns))[: len(whole)]
+    return Source(name, whole, slices, start)
 
 
 @pytest.mark.parametrize("stored", [torch.float32, torch.bfloat16])

@@ -167,7 +167,7 @@ def copy_less(self: IdPool, settled: int, stop: int) -> range:
 
 def place_shifted(self: BoundedState, req: Req, finite: int, *, is_leaving: bool) -> list[tuple[int, Snapshot]]:
     page = self._rows.page_size
-    captures = original_take(self, req, finite, is_leaving=is_leaving)
+    captures = original_pop(self, req, finite, is_leaving=is_leaving)
     return [(max(page, length - page), snapshot) for length, snapshot in captures]
 
 
@@ -176,12 +176,12 @@ def forget_restores(self: BoundedState, req: Req, waiting: Iterable[Req]) -> Non
     self._rows.writes.restores.clear()
 
 
-original_span, original_take, original_open = IdPool.span, BoundedState.take_captures, BoundedState.open
+original_span, original_pop, original_open = IdPool.span, BoundedState.pop_captures, BoundedState.open
 MISTAKES = {
     "a snapshot is dropped that a step in flight restores": (Snapshots, "oldest", drop_any),
     "window pages are freed that a step in flight reads": (IdPool, "span", free_early),
     "a snapshot lacks the first page of its window": (IdPool, "span", copy_less),
-    "a snapshot is taken for one of a shorter text": (BoundedState, "take_captures", place_shifted),
+    "a snapshot is taken for one of a shorter text": (BoundedState, "pop_captures", place_shifted),
     "a row begins without its snapshot": (BoundedState, "open", forget_restores),
 }
 

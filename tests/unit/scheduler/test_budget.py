@@ -38,7 +38,7 @@ def test_chunks_beyond_the_floor_never_exceed_the_target(seed: int) -> None:
         seconds, granted = costs.decode_seconds(running, context), 0
         while not budget.is_spent:
             start, wanted = rng.choice((0, 0, 17, 5000, 100_000)), rng.choice((1, 30, 700, 9000))
-            count = budget.take(start, wanted)
+            count = budget.grant(start, wanted)
             if granted and not count:  # it fits into the next step
                 break
             assert 0 <= count <= wanted
@@ -48,7 +48,7 @@ def test_chunks_beyond_the_floor_never_exceed_the_target(seed: int) -> None:
         assert granted <= FLOOR_TOKENS or seconds <= target / 1e3 + 1e-9
         assert granted <= 8192 - running
         # The target is used up: an endless prompt takes all but a partial tile.
-        count = pace.budget(running, context).take(0, 1 << 20)
+        count = pace.budget(running, context).grant(0, 1 << 20)
         if FLOOR_TOKENS < count < 8192 - running:
             tile = LARGE_TILE_TOKENS if running + count >= 3 * LARGE_TILE_TOKENS else TILE_TOKENS
             more = count + tile + 1
@@ -59,33 +59,33 @@ def test_chunks_beyond_the_floor_never_exceed_the_target(seed: int) -> None:
 def test_a_backlog_lengthens_steps_unless_the_user_sets_a_target() -> None:
     pace = Pace(SchedulerConfig(max_prefill_length=8192), COSTS)
     most = pace.max_backlog
-    paced, between, rushed = (pace.budget(16, 9000, backlog).take(0, 8192) for backlog in (0, most // 2, most))
+    paced, between, rushed = (pace.budget(16, 9000, backlog).grant(0, 8192) for backlog in (0, most // 2, most))
     assert COSTS.decode_seconds(16, 9000) + COSTS.chunk_seconds(0, paced) <= 0.030
     assert 0.030 < COSTS.decode_seconds(16, 9000) + COSTS.chunk_seconds(0, rushed) <= QUEUE_S
     assert most // 2 - LARGE_TILE_TOKENS < between <= most // 2
     assert (16 + between) % LARGE_TILE_TOKENS == (16 + rushed) % LARGE_TILE_TOKENS == 0
     assert paced < between < rushed <= most
-    assert pace.budget(16, 9000, 100).take(0, 8192) == paced
+    assert pace.budget(16, 9000, 100).grant(0, 8192) == paced
     own = Pace(SchedulerConfig(itl_target_ms=30.0, max_prefill_length=8192), COSTS)
-    assert own.budget(16, 9000, most).take(0, 8192) == paced
+    assert own.budget(16, 9000, most).grant(0, 8192) == paced
 
 
 def test_without_running_requests_a_step_stays_short() -> None:
     pace = Pace(SchedulerConfig(itl_target_ms=10.0, max_prefill_length=5000), COSTS)
-    assert 0.07 < COSTS.decode_seconds(0, 0) + COSTS.chunk_seconds(0, pace.budget(0, 0).take(0, 9999)) < QUEUE_S
+    assert 0.07 < COSTS.decode_seconds(0, 0) + COSTS.chunk_seconds(0, pace.budget(0, 0).grant(0, 9999)) < QUEUE_S
     slow = Pace(SchedulerConfig(max_prefill_length=5000), StepCosts(base=0.2, per_token=1e-3))
-    assert slow.budget(0, 0).take(0, 9999) == TILE_TOKENS
-    assert pace.budget(10, 100).take(0, 9999) < 100
+    assert slow.budget(0, 0).grant(0, 9999) == TILE_TOKENS
+    assert pace.budget(10, 100).grant(0, 9999) < 100
     off = Pace(SchedulerConfig(itl_target_ms=0, max_prefill_length=5000), COSTS)
-    assert off.budget(0, 0).take(0, 9999) == 5000
-    assert off.budget(10, 100).take(0, 9999) == 4990
+    assert off.budget(0, 0).grant(0, 9999) == 5000
+    assert off.budget(10, 100).grant(0, 9999) == 4990
     unmeasured = Pace(SchedulerConfig(max_prefill_length=5000), None)
-    assert unmeasured.budget(10, 100).take(0, 9999) == 4990
+    assert unmeasured.budget(10, 100).grant(0, 9999) == 4990
 
 
 def test_the_default_target_doubles_a_slow_decode_step() -> None:
     pace = Pace(SchedulerConfig(), StepCosts(base=0.1, per_token=1e-4))
-    count = pace.budget(1, 0).take(0, 9999)
+    count = pace.budget(1, 0).grant(0, 9999)
     assert 0 <= (0.1 + 1e-4) / 1e-4 - count < TILE_TOKENS  # as long as decoding alone
 
 
@@ -153,16 +153,16 @@ def test_a_burst_of_prompts_keeps_running_streams_at_their_pace() -> None:
 
 def test_a_prompt_that_fits_into_the_next_step_is_not_cut_unless_a_queue_waits() -> None:
     pace = Pace(SchedulerConfig(max_prefill_length=8192), COSTS)
-    whole = pace.budget(16, 9000).take(0, 8192)
+    whole = pace.budget(16, 9000).grant(0, 8192)
     budget = pace.budget(16, 9000)
-    assert (budget.take(0, 500), budget.take(0, whole)) == (500, 0)
+    assert (budget.grant(0, 500), budget.grant(0, whole)) == (500, 0)
     budget = pace.budget(16, 9000)
-    assert budget.take(0, 500) == 500 and budget.take(0, 2 * whole) > 0, "it takes several steps in any case"
+    assert budget.grant(0, 500) == 500 and budget.grant(0, 2 * whole) > 0, "it takes several steps in any case"
     budget = pace.budget(16, 9000, pace.max_backlog)
-    rest = [budget.take(0, 600) for _ in range(9)]
+    rest = [budget.grant(0, 600) for _ in range(9)]
     assert 0 < [count for count in rest if count][-1] < 600 and sum(rest) > 2 * whole
 
 
 def test_a_budget_decreases_as_tokens_are_taken() -> None:
     budget = StepBudget(100)
-    assert (budget.take(0, 60), budget.take(0, 60), budget.is_spent) == (60, 40, True)
+    assert (budget.grant(0, 60), budget.grant(0, 60), budget.is_spent) == (60, 40, True)

@@ -40,7 +40,7 @@ class Size(NamedTuple):
         """Whether each sequence has one token, which it samples behind."""
         return not self.shape.chunks and self.shape.queries == 1
 
-    def takes(self, chunks: int, has_drafts: bool) -> bool:
+    def fits(self, chunks: int, has_drafts: bool) -> bool:
         """Whether it is for steps with so many chunks of prompts, and with or without drafts."""
         if self.shape.chunks:
             return chunks < self.shape.chunks

@@ -122,7 +122,7 @@ class CapturedRunner:
             return None
         for captured in self._graphs:
             size = captured.size
-            if size.tokens >= tokens and size.samples >= samples and size.takes(chunks, plan.has_drafts):
+            if size.tokens >= tokens and size.samples >= samples and size.fits(chunks, plan.has_drafts):
                 return captured
         return None
 

@@ -101,7 +101,7 @@ class Chain(NamedTuple):
     def device(self) -> torch.device:
         return self.x.device
 
-    def takes(self, link: Link) -> bool:
+    def fits(self, link: Link) -> bool:
         """Whether the kernel can go on with `link`, whose residual must be the sum of the norm before."""
         if len(self.links) == MAX_LINKS or link.weight.format != self.links[0].weight.format:
             return False
@@ -308,7 +308,7 @@ def cuda_gemv(
     """
     link = Link(weight, bias, gate, norm)
     chain = x.work if isinstance(x, Deferred) else None
-    if not isinstance(chain, Chain) or not chain.takes(link):
+    if not isinstance(chain, Chain) or not chain.fits(link):
         chain = Chain(finished(x))
     if norm is not None and norm.residual is not None:
         link = link._replace(total=Total(empty(x.shape, dtype=x.dtype, device=x.device)))
