@@ -54,7 +54,7 @@ logger = logging.getLogger(__name__)
 
 OF_RAY: Final = {"host", "port", "uds", "ssl_certfile", "ssl_keyfile", "dp", "node_rank", "dist_init_addr", "record"}
 UNLIMITED: Final = 1 << 20  # concurrent calls: the API process has its own limits
-LIFE_BITS: Final = 30
+INCARNATION_BITS: Final = 30
 RETRY_S: Final = 1.0
 UNLINKED_S: Final = 60.0  # a replica that has lost its link is replaced after this time
 LEAVE_S: Final = 30.0  # for the shutdown after the last request has ended
@@ -195,8 +195,8 @@ class Api:
         configure_logging("minisgl-api", args.log_level, args.log_format)
         self._resources = contextlib.ExitStack()
         folder = self._resources.enter_context(run_dir())
-        # A random life, so that uids differ from those of the previous API process: replicas may still work for it.
-        args = self._args = replace(args, run_dir=str(folder), life=random.getrandbits(LIFE_BITS))
+        # Random, so that uids differ from those of the previous API process: replicas may still work for it.
+        args = self._args = replace(args, run_dir=str(folder), incarnation=random.getrandbits(INCARNATION_BITS))
         self._replicas = replicas.options(stream=True)
         checked = check_model(args)
         self._processes = Processes()
@@ -236,7 +236,7 @@ class Api:
             handle = LinkHandle()
             call = self._replicas.link.remote(handle)
             try:
-                host, life, facts = await anext(call)
+                host, incarnation, facts = await anext(call)
             except Exception as e:  # the replica has just died
                 logger.warning("a replica could not be linked: %s", e)
                 handle.has_failed = True
@@ -244,21 +244,21 @@ class Api:
                 continue
             self._facts.update(facts)
             index = next(i for i in itertools.count() if i not in self._links)
-            self._links[index] = asyncio.create_task(self._keep(index, handle, call, host, life))
+            self._links[index] = asyncio.create_task(self._keep(index, handle, call, host, incarnation))
 
     async def _keep(
-        self, index: int, handle: LinkHandle, call: DeploymentResponseGenerator, host: Any, life: int
+        self, index: int, handle: LinkHandle, call: DeploymentResponseGenerator, host: Any, incarnation: int
     ) -> None:
-        """Carry messages to and from a replica until its life is over."""
+        """Carry messages to and from a replica until its incarnation is over."""
         dispatcher: Dispatcher = self._app.state.frontend.dispatcher
         inbox: ZmqAsyncPullQueue[bytes] = ZmqAsyncPullQueue(
-            replace(self._args, life=life).zmq_scheduler_addr, FrameCodec()
+            replace(self._args, incarnation=incarnation).zmq_scheduler_addr, FrameCodec()
         )
         logger.info("replica %d is linked", index)
-        dispatcher.open(life, index)
+        dispatcher.open(incarnation, index)
         carrying = asyncio.create_task(self._carry(host, inbox))
         try:
-            if await dispatcher.serve(life, carrying, handle.leaving, self._args.drain_timeout):
+            if await dispatcher.serve(incarnation, carrying, handle.leaving, self._args.drain_timeout):
                 logger.error("replica %d is lost; other replicas take over its requests", index)
         finally:
             await _end(carrying)
@@ -320,7 +320,7 @@ class Replica:
 
     async def __init__(self, args: ServerArgs) -> None:  # type: ignore[misc]
         engine, group = args.scheduler.engine, ray.util.get_current_placement_group()
-        self._life = random.getrandbits(LIFE_BITS)
+        self._incarnation = random.getrandbits(INCARNATION_BITS)
         self._over = asyncio.Event()
         self._unlinked: float | None = None  # when the link was lost
         self._hosts = []
@@ -332,16 +332,16 @@ class Replica:
         starts = []
         for rank, host in enumerate(self._hosts):
             scheduler = replace(args.scheduler, engine=replace(engine, node_rank=rank, dist_init_addr=addr))
-            starts.append(host.start.remote(replace(args, life=self._life, scheduler=scheduler)))
+            starts.append(host.start.remote(replace(args, incarnation=self._incarnation, scheduler=scheduler)))
         self._facts = (await asyncio.gather(*starts))[0]
 
     async def link(self, handle: None) -> AsyncIterator[tuple[Any, int, Facts]]:
-        """Yield (host of rank 0, life, facts) to the API process; the replica is in use until the call ends."""
+        """Yield (host of rank 0, incarnation, facts) to the API process; the replica is in use until the call ends."""
         self._over.set()  # end the link of the previous API process
         over = self._over = asyncio.Event()
         self._unlinked = None
         try:
-            yield self._hosts[0], self._life, self._facts
+            yield self._hosts[0], self._incarnation, self._facts
             await over.wait()
         finally:
             if over is self._over:
@@ -387,7 +387,7 @@ class Host:
         ]
         self._backend: ZmqPushQueue[BackendMsg] = ZmqPushQueue(args.zmq_scheduler_addr, Codec(BackendMsg))
         self._processes = Processes()
-        self._processes.start(*replica_children(args, run_scheduler, 0, args.life))
+        self._processes.start(*replica_children(args, run_scheduler, 0, args.incarnation))
         facts = await asyncio.to_thread(self._processes.wait_ready, args.ready_timeout)
         if args.scheduler.engine.node_rank == 0:
             self._heard, self._patience = time.monotonic(), args.heartbeat_timeout

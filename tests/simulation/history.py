@@ -197,7 +197,7 @@ class History:
                 scheduler._check = None
         self.sent: dict[int, float] = {}  # uid -> when the request went to a tokenizer
         self.accepted: set[int] = set()  # by the scheduler
-        self.ends: set[tuple[int, int]] = set()  # uid and life
+        self.ends: set[tuple[int, int]] = set()  # uid and incarnation
         self.scheduler_ended: dict[int, float] = {}
         self.ended: dict[int, float] = {}  # uid -> when its terminal reply was sent to the API
         self.aborted: dict[int, float] = {}
@@ -260,8 +260,8 @@ class History:
             self.aborted.setdefault(msg.uid, now)
         elif isinstance(msg, DetokenizeMsg):
             for end in msg.finished:
-                self._once((end.uid, msg.life) not in self.ends, f"the scheduler ends request {end.uid} twice")
-                self.ends.add((end.uid, msg.life))
+                self._once((end.uid, msg.incarnation) not in self.ends, f"the scheduler ends request {end.uid} twice")
+                self.ends.add((end.uid, msg.incarnation))
                 self.scheduler_ended[end.uid] = now
         elif isinstance(msg, UserReply):
             self._once(msg.uid not in self.ended, f"a reply to request {msg.uid} after its end: {msg}")
@@ -415,7 +415,10 @@ class History:
         self._once(server.frontend.detokenizer_entries == 0, "the detokenizer's entries are not reported")
         used = set(self.world.inboxes)
         if replicas:
-            addrs = {replace(server.args, life=replica.life).zmq_scheduler_addr for replica in replicas.values()}
+            addrs = {
+                replace(server.args, incarnation=replica.incarnation).zmq_scheduler_addr
+                for replica in replicas.values()
+            }
             used -= {addr for addr in used if "/backend-" in addr and addr not in addrs}
         for addr, inbox in ((addr, self.world.inboxes[addr]) for addr in sorted(used)):
             self._once(not inbox, f"{len(inbox)} frames are left at {addr}")

@@ -147,9 +147,9 @@ class SimulatedServer:
         self.depth = depth
         self.compiling = LateExecutor()
         self.processes: dict[str, Process] = {}
-        self.ended: list[Process] = []  # of lives that are over
+        self.ended: list[Process] = []  # of incarnations that are over
         self.workers: dict[str, Worker] = {}
-        self.schedulers: dict[str, Scheduler] = {}  # of the replicas' newest lives, by the name of the process
+        self.schedulers: dict[str, Scheduler] = {}  # of the replicas' newest incarnations, by the name of the process
         self.checks_steps = True
         engine = make_engine()
         for place in range(args.dp):
@@ -179,15 +179,15 @@ class SimulatedServer:
         process.on_end = lambda: self.world.loop.readers.get(process.sentinel, lambda: None)()
         return process
 
-    def _add_replica(self, place: int, life: int) -> str:
+    def _add_replica(self, place: int, incarnation: int) -> str:
         """A scheduler in a process that is not started; return its name."""
-        args = replace(self.args, life=life)
+        args = replace(self.args, incarnation=incarnation)
         name = SCHEDULER if args.dp == 1 else f"minisgl-DP{place}-TP0-scheduler"
         self._add(name, partial(self._run_scheduler, name, args))
         engine = self.make_engine()
         grammars = PatientGrammars(FakeCompiler(engine.vocab), self.compiling)
         with self._sockets(name):
-            io = ZmqIO(args.zmq_scheduler_addr, args.zmq_detokenizer_addr, args.zmq_frontend_addr, life)
+            io = ZmqIO(args.zmq_scheduler_addr, args.zmq_detokenizer_addr, args.zmq_frontend_addr, incarnation)
         scheduler = Scheduler(args.scheduler, engine, io, grammars, clock=self.world.loop.time)
         self.schedulers[name] = scheduler
         scheduler.depth = self.depth
@@ -196,9 +196,9 @@ class SimulatedServer:
             scheduler._check = None
         return name
 
-    def _replica_children(self, place: int, life: int) -> list[Child]:
+    def _replica_children(self, place: int, incarnation: int) -> list[Child]:
         def start() -> None:
-            self._add_replica(place, life)
+            self._add_replica(place, incarnation)
             self.processes[name].is_ready = False
             self.processes[name].start()
 

@@ -123,16 +123,16 @@ def abort_overtakes(original: Callable[..., Any]) -> Callable[..., Any]:
 
 
 def a_lost_replica_is_still_heard(original: Callable[..., None]) -> Callable[..., None]:
-    def ignore(self: DetokenizeManager, life: int) -> None:
-        original(self, life)
-        self._lost.discard(life)
+    def ignore(self: DetokenizeManager, incarnation: int) -> None:
+        original(self, incarnation)
+        self._lost.discard(incarnation)
 
     return ignore
 
 
 def a_moved_request_forgets_its_tokens(original: Callable[..., Any]) -> Callable[..., Any]:
-    def move(self: Router, life: int, now: float) -> Any:
-        moved, ended = original(self, life, now)
+    def move(self: Router, incarnation: int, now: float) -> Any:
+        moved, ended = original(self, incarnation, now)
         return [(to, msgspec.structs.replace(m, output_ids=b"")) for to, m in moved], ended
 
     return move

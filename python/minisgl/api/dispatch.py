@@ -37,7 +37,7 @@ from minisgl.settings.options import ServerArgs
 
 logger = logging.getLogger(__name__)
 
-OWN_LIFE: Final = -1  # the life in messages that the dispatcher itself sends to the detokenizer
+OWN_INCARNATION: Final = -1  # the incarnation in messages that the dispatcher itself sends to the detokenizer
 POLL_S: Final = 0.02
 
 
@@ -57,17 +57,17 @@ class Dispatcher:
             self._inbox = ZmqAsyncPullQueue(args.zmq_backend_addr, Codec(BackendMsg))
             self._forwarder = asyncio.create_task(self._forward(self._inbox), name="requests")
 
-    # -- lives
+    # -- incarnations
 
-    def open(self, life: int, index: int) -> None:
-        """Open a socket to a new `life` of replica number `index`, which then gets requests."""
-        self._add(life, index)
-        self._queues[life].put([TellPrefixesMsg()])
+    def open(self, incarnation: int, index: int) -> None:
+        """Open a socket to a new `incarnation` of replica number `index`, which then gets requests."""
+        self._add(incarnation, index)
+        self._queues[incarnation].put([TellPrefixesMsg()])
 
-    def _add(self, life: int, index: int) -> None:
-        addr = replace(self._args, life=life).zmq_scheduler_addr
-        self._queues[life] = ZmqPushQueue(addr, Codec(BackendMsg))
-        self.router.open(life, index, time.monotonic())
+    def _add(self, incarnation: int, index: int) -> None:
+        addr = replace(self._args, incarnation=incarnation).zmq_scheduler_addr
+        self._queues[incarnation] = ZmqPushQueue(addr, Codec(BackendMsg))
+        self.router.open(incarnation, index, time.monotonic())
         self.starting.discard(index)
 
     def has_others(self, index: int) -> bool:
@@ -75,15 +75,15 @@ class Dispatcher:
         return any(r.index != index for r in self.router.replicas.values())
 
     async def serve(
-        self, life: int, died: asyncio.Future[None], leaving: asyncio.Future[None], drain_timeout: float
+        self, incarnation: int, died: asyncio.Future[None], leaving: asyncio.Future[None], drain_timeout: float
     ) -> bool:
-        """Let `life` serve until it has died, or is leaving and has no more requests. Return whether it has died.
+        """Let `incarnation` serve until it has died, or is leaving and has no more requests. Return whether it died.
 
         Its requests move after `drain_timeout` seconds, later if no other replica could take them over, or at once
         if it has died. They move once the detokenizer drops all further replies from it.
         """
         await asyncio.wait([died, leaving], return_when=asyncio.FIRST_COMPLETED)
-        replica, deadline = self.router.replicas[life], time.monotonic() + drain_timeout
+        replica, deadline = self.router.replicas[incarnation], time.monotonic() + drain_timeout
         replica.accepts_requests = False
         if not died.done():
             logger.info("replica %d takes no new requests", replica.index)
@@ -92,16 +92,16 @@ class Dispatcher:
             if is_over and self.has_others(replica.index):
                 break
             await asyncio.sleep(POLL_S)
-        self.router.remove(life, died.done())
-        self._detokenizer.put([LostMsg(life)])
+        self.router.remove(incarnation, died.done())
+        self._detokenizer.put([LostMsg(incarnation)])
         return died.done()
 
-    def _move(self, life: int) -> None:
-        """Move the requests of `life` to other replicas. If it still runs, tell it to exit: its replies are dropped."""
-        queue = self._queues.pop(life)
+    def _move(self, incarnation: int) -> None:
+        """Move the requests of `incarnation` to other replicas. If it still runs, tell it to exit."""
+        queue = self._queues.pop(incarnation)
         queue.put([ExitMsg()])
         queue.close()
-        moved, ended = self.router.move(life, time.monotonic())
+        moved, ended = self.router.move(incarnation, time.monotonic())
         for target, request in moved:
             self._queues[target].put([request])
         if ended:
@@ -110,7 +110,7 @@ class Dispatcher:
 
     def _end(self, ended: list[Finished]) -> None:
         """End requests that no replica has. The detokenizer drops their state and replies."""
-        msg = DetokenizeMsg(uids=b"", tokens=b"", started=[], finished=ended, life=OWN_LIFE)
+        msg = DetokenizeMsg(uids=b"", tokens=b"", started=[], finished=ended, incarnation=OWN_INCARNATION)
         self._detokenizer.put([msg])
 
     # -- requests
@@ -123,14 +123,14 @@ class Dispatcher:
                 if isinstance(msg, UserMsg):
                     self._route(msg)
                 elif isinstance(msg, AbortMsg):
-                    for life in self.router.abort(msg.uid):
-                        self._queues[life].put([msg])
+                    for incarnation in self.router.abort(msg.uid):
+                        self._queues[incarnation].put([msg])
             await asyncio.sleep(0)
 
     def _route(self, msg: UserMsg) -> None:
-        life = self.router.route(msg, time.monotonic())
-        if life is not None:
-            self._queues[life].put([msg])
+        incarnation = self.router.route(msg, time.monotonic())
+        if incarnation is not None:
+            self._queues[incarnation].put([msg])
             return
         failure = Failure(message="no replica is running", code="replica_failed", status=503)
         self._end([Finished(uid=msg.uid, reason=FinishReason.ERROR, has_text=False, failure=failure)])
@@ -141,7 +141,7 @@ class Dispatcher:
         if not replicas:
             raise RequestError(f"replica {index} is not running", code="no_replica", status=404)
         for replica in replicas:
-            self._queues[replica.life].put([msg])
+            self._queues[replica.incarnation].put([msg])
 
     async def note(self, msg: StatsMsg | PrefixesMsg | LostMsg) -> None:
         """Give the router what it needs to know for its choice, besides the replies."""
@@ -151,7 +151,7 @@ class Dispatcher:
             case PrefixesMsg():
                 self.router.note_prefixes(msg)
             case LostMsg():
-                self._move(msg.life)
+                self._move(msg.incarnation)
 
     @property
     def silence(self) -> dict[int, float]:

@@ -40,7 +40,7 @@ from minisgl.core.plan import FinishReason
 from minisgl.process.queues import Codec, ZmqAsyncPullQueue, ZmqPushQueue
 from minisgl.settings.options import ServerArgs
 
-UID_BITS: Final = 32  # the lower bits of a uid number the requests of one API process; the bits above are its life
+UID_BITS: Final = 32  # the lower bits of a uid number the requests of an API process; the others are its incarnation
 VIEW_TIMEOUT_S: Final = 5.0
 _ENCODE_ERRORS: Final = (OverflowError, UnicodeError, TypeError, RecursionError)  # of the codec, for odd values
 
@@ -231,7 +231,7 @@ class FrontendManager:
         self.is_draining = False
         self.write_timeout = args.write_timeout
         self._args = args
-        self._uids = itertools.count((args.life << UID_BITS) + 1)
+        self._uids = itertools.count((args.incarnation << UID_BITS) + 1)
         self._submissions: dict[int, Submission] = {}
         # Open queries to other processes (/tokenize, /detokenize, /engine_view), by the uid of their reply.
         self._queries: dict[int, asyncio.Future[ConversionReply | EngineView]] = {}

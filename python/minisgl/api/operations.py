@@ -134,6 +134,8 @@ def add_information_routes(routes: Routes) -> None:
     async def server_info(request: Request) -> dict[str, Any]:
         """Settings and figures"""
         frontend: FrontendManager = request.app.state.frontend
+        stats = msgspec.structs.asdict(frontend.stats)
+        stats["life"] = stats.pop("incarnation")  # as in the other paths
         return {
             "version": minisgl.__version__,
             "model": model.name,
@@ -142,7 +144,7 @@ def add_information_routes(routes: Routes) -> None:
             "engine": model.facts,
             "processes": model.pids() | {"minisgl-api": os.getpid()},
             "num_tokenizer": args.num_tokenizer,
-            "stats": msgspec.structs.asdict(frontend.stats),
+            "stats": stats,
             "replicas": frontend.dispatcher.describe(),
             "frontend_entries": frontend.entries,
             "detokenizer_entries": frontend.detokenizer_entries,

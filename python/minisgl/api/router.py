@@ -22,18 +22,18 @@ MAX_DEATHS: Final = 2  # a request fails after so many of its replicas have died
 ANSWER_TOKENS: Final = 256.0  # the first estimate of an answer's length
 MEMORY: Final = 0.98  # the weight that the estimate keeps after an answer
 GAUGES: Final = ("running", "waiting", "pages_total", "pages_free", "pages_evictable", "pages_held")
-NOT_SUMMED: Final = ("life", "step", "page_size", "tiers")
+NOT_SUMMED: Final = ("incarnation", "step", "page_size", "tiers")
 
 
 @dataclass
 class Routed:
-    """An open request, the life that serves it, and its output tokens so far.
+    """An open request, the incarnation that serves it, and its output tokens so far.
 
     `queued` is the work until its first token, in prompt tokens to compute; 0 afterwards.
     """
 
     msg: UserMsg
-    life: int
+    incarnation: int
     queued: int
     output: bytearray = field(default_factory=bytearray)
     deaths: int = 0
@@ -42,9 +42,9 @@ class Routed:
 
 @dataclass
 class Replica:
-    """The router's view of one life of replica number `index`."""
+    """The router's view of one incarnation of replica number `index`."""
 
-    life: int
+    incarnation: int
     index: int
     heard: float  # the time of the last heartbeat
     accepts_requests: bool = True
@@ -73,33 +73,33 @@ class Router:
     """
 
     def __init__(self) -> None:
-        self.replicas: dict[int, Replica] = {}  # by life, without lost ones
+        self.replicas: dict[int, Replica] = {}  # by incarnation, without lost ones
         self.deaths = 0
-        self.moved = 0  # requests moved to another life
+        self.moved = 0  # requests moved to another incarnation
         self.cached = 0  # prompt tokens that the chosen replica had cached
         self._requests: dict[int, Routed] = {}
-        self._lost: dict[int, tuple[bool, dict[int, Routed]]] = {}  # life -> whether it died, its requests
-        self._past = StatsMsg()  # the counters of lost lives
+        self._lost: dict[int, tuple[bool, dict[int, Routed]]] = {}  # incarnation -> whether it died, its requests
+        self._past = StatsMsg()  # the counters of lost incarnations
         self._answer_tokens = ANSWER_TOKENS
 
-    # -- lives
+    # -- incarnations
 
-    def open(self, life: int, index: int, now: float) -> None:
-        """Add a `life` of replica number `index`, which then gets requests."""
-        self.replicas[life] = Replica(life, index, now)
+    def open(self, incarnation: int, index: int, now: float) -> None:
+        """Add an `incarnation` of replica number `index`, which then gets requests."""
+        self.replicas[incarnation] = Replica(incarnation, index, now)
 
-    def remove(self, life: int, has_died: bool) -> None:
-        """Remove `life`, and keep its requests for `move`."""
-        replica = self.replicas.pop(life)
+    def remove(self, incarnation: int, has_died: bool) -> None:
+        """Remove `incarnation`, and keep its requests for `move`."""
+        replica = self.replicas.pop(incarnation)
         self.deaths += has_died
-        self._lost[life] = has_died, replica.requests
+        self._lost[incarnation] = has_died, replica.requests
         tiers = [msgspec.structs.replace(tier, pages_total=0, pages_held=0) for tier in replica.stats.tiers]
         counters = msgspec.structs.replace(replica.stats, tiers=tiers, **dict.fromkeys(GAUGES, 0))
         self._past = _sum([self._past, counters])
 
-    def move(self, life: int, now: float) -> tuple[list[tuple[int, UserMsg]], list[Finished]]:
-        """Return the requests of a lost `life` with their new lives, and the terminal replies of those that end."""
-        has_died, requests = self._lost.pop(life, (False, {}))
+    def move(self, incarnation: int, now: float) -> tuple[list[tuple[int, UserMsg]], list[Finished]]:
+        """Return the requests of a lost `incarnation` with their new ones, and the final replies of those that end."""
+        has_died, requests = self._lost.pop(incarnation, (False, {}))
         moved: list[tuple[int, UserMsg]] = []
         ended: list[Finished] = []
         for uid, routed in requests.items():
@@ -122,23 +122,23 @@ class Router:
     # -- requests
 
     def route(self, msg: UserMsg, now: float) -> int | None:
-        """Choose the life that serves a new request and return it; None if there is no replica."""
+        """Choose the incarnation that serves a new request and return it; None if there is no replica."""
         return self._place(Routed(msg, -1, 0), now)
 
     def abort(self, uid: int) -> Sequence[int]:
-        """Return the lives that may be serving `uid`: all, if a stop string has ended its answer here already."""
+        """Return the incarnations that may serve `uid`: all, if a stop string has ended its answer here already."""
         routed = self._requests.get(uid)
         if routed is None:
             return list(self.replicas)
         routed.is_aborted = True
-        return [routed.life] if routed.life in self.replicas else []
+        return [routed.incarnation] if routed.incarnation in self.replicas else []
 
     def note_reply(self, reply: UserReply) -> None:
         """Record the new tokens of a request, and remove it at its end."""
         routed = self._requests.get(reply.uid)
         if routed is None:
             return
-        replica = self.replicas.get(routed.life)
+        replica = self.replicas.get(routed.incarnation)
         if replica is not None:
             replica.queued -= routed.queued
             routed.queued = 0
@@ -146,13 +146,13 @@ class Router:
         if reply.finish_reason is None:
             return
         del self._requests[reply.uid]
-        requests = self._lost[routed.life][1] if replica is None else replica.requests
+        requests = self._lost[routed.incarnation][1] if replica is None else replica.requests
         del requests[reply.uid]
         if reply.finish_reason in (FinishReason.STOP, FinishReason.LENGTH):
             self._answer_tokens += (1 - MEMORY) * (reply.completion_tokens - self._answer_tokens)
 
     def _place(self, routed: Routed, now: float) -> int | None:
-        """Assign a request to the replica where it costs least, and return its life."""
+        """Assign a request to the replica where it costs least, and return its incarnation."""
         msg = routed.msg
         ids = ids_from_bytes(msg.input_ids + bytes(routed.output))
         candidates = [r for r in self.replicas.values() if r.accepts_requests] or list(self.replicas.values())
@@ -161,26 +161,28 @@ class Router:
         reusable = ids[:0] if msg.sampling_params.wants_prompt_logprobs and not routed.output else ids[:-1]
         page_size = min(r.page_size for r in candidates)
         hashes = prefix_hashes(reusable, page_size, salt_digest(msg.sampling_params.cache_salt)).tolist()
-        found = {r.life: r.find(hashes) for r in candidates}
-        todo = {life: len(ids) - round(page_size * (count - cost)) for life, (count, cost) in found.items()}
+        found = {r.incarnation: r.find(hashes) for r in candidates}
+        todo = {
+            incarnation: len(ids) - round(page_size * (count - cost)) for incarnation, (count, cost) in found.items()
+        }
         answer = min(self._answer_tokens, msg.sampling_params.max_tokens or self._answer_tokens)
 
         def cost(replica: Replica) -> tuple[bool, float, int, int]:
-            work = replica.queued + todo[replica.life] + answer * len(replica.requests)
+            work = replica.queued + todo[replica.incarnation] + answer * len(replica.requests)
             return now - replica.heard > SILENT_S, work, len(replica.requests), replica.index
 
         best = min(candidates, key=cost)
-        routed.life, routed.queued = best.life, todo[best.life]
+        routed.incarnation, routed.queued = best.incarnation, todo[best.incarnation]
         best.queued += routed.queued
         best.requests[msg.uid] = self._requests[msg.uid] = routed
-        self.cached += page_size * found[best.life][0]
-        return best.life
+        self.cached += page_size * found[best.incarnation][0]
+        return best.incarnation
 
     # -- messages from replicas
 
     def note_prefixes(self, msg: PrefixesMsg) -> None:
         """Apply the changes of a replica's cache."""
-        if (replica := self.replicas.get(msg.life)) is not None:
+        if (replica := self.replicas.get(msg.incarnation)) is not None:
             replica.page_size, replica.costs = msg.page_size, msg.costs
             hashes, places = np.frombuffer(msg.hashes, np.uint64), np.frombuffer(msg.places, np.int8)
             replica.prefixes.update(zip(hashes.tolist(), places.tolist(), strict=True))
@@ -189,12 +191,12 @@ class Router:
 
     def note_stats(self, msg: StatsMsg, now: float) -> None:
         """Record a heartbeat."""
-        if (replica := self.replicas.get(msg.life)) is not None:
+        if (replica := self.replicas.get(msg.incarnation)) is not None:
             replica.heard, replica.stats = now, msg
 
     @property
     def stats(self) -> StatsMsg:
-        """The sum over all replicas; its counters include lost lives."""
+        """The sum over all replicas; its counters include lost incarnations."""
         return _sum([self._past, *(r.stats for r in self.replicas.values())])
 
 

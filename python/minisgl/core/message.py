@@ -3,7 +3,7 @@
     API server --TokenizerMsg--> tokenizer --BackendMsg--> scheduler --DetokenizeMsg--> detokenizer --FrontendMsg--> API
 
 With several replicas of the scheduler, the tokenizers' messages go through the API server, which chooses the replica.
-A *life* is one run of a replica's processes; its number is in messages and is never used again.
+An *incarnation* is one run of a replica's processes; its number is in messages and is never used again.
 
 A frame on the wire is a *list* of messages of one channel (`process/queues.py: Codec`), so all messages can be batched.
 A request and its abort take the same path, so an abort never overtakes its request.
@@ -237,7 +237,7 @@ class DetokenizeMsg(msgspec.Struct, tag="detokenize", frozen=True, kw_only=True)
     the requests whose first token is among `tokens`. `finished` has the requests that end with this step; a request
     that ends without a new token (abort, error) is only there. `logprobs` are the requested log-probabilities.
     `drafted` has (uid, number of drafts) of the requests that drafted in the step. A step with accepted drafts has
-    several messages, and `are_drafts` is true from the second on. `life` is that of the sender.
+    several messages, and `are_drafts` is true from the second on. `incarnation` is that of the sender.
     """
 
     uids: bytes
@@ -247,16 +247,16 @@ class DetokenizeMsg(msgspec.Struct, tag="detokenize", frozen=True, kw_only=True)
     logprobs: list[LogprobColumns] = []
     drafted: list[tuple[int, int]] = []
     are_drafts: bool = False
-    life: int = 0
+    incarnation: int = 0
 
 
 class LostMsg(msgspec.Struct, tag="lost", frozen=True):
-    """A replica's `life` is over. The detokenizer drops its further messages, and sends this message back.
+    """A replica's `incarnation` is over. The detokenizer drops its further messages, and sends this message back.
 
-    After the answer, no reply of that life can arrive, so its open requests can move to other replicas.
+    After the answer, no reply of that incarnation can arrive, so its open requests can move to other replicas.
     """
 
-    life: int
+    incarnation: int
 
 
 TokenizerMsg = TokenizeMsg | EncodeMsg | DecodeMsg | AbortMsg | DetokenizeMsg | EngineView | LostMsg
@@ -360,7 +360,7 @@ class ConversionReply(msgspec.Struct, tag="conversion", frozen=True, kw_only=Tru
 class StatsMsg(msgspec.Struct, tag="stats", frozen=True, kw_only=True):
     """The scheduler's heartbeat, about twice a second, even when idle. Token counts are totals since the start."""
 
-    life: int = 0
+    incarnation: int = msgspec.field(default=0, name="life")
     step: int = 0
     running: int = 0
     waiting: int = 0
@@ -392,7 +392,7 @@ class PrefixesMsg(msgspec.Struct, tag="prefixes", frozen=True, kw_only=True):
     costs: list[float]
     hashes: bytes
     places: bytes
-    life: int = 0
+    incarnation: int = 0
 
 
 class DetokenizerStatsMsg(msgspec.Struct, tag="detokenizer", frozen=True):

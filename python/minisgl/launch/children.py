@@ -65,8 +65,8 @@ def _log_env(args: ServerArgs) -> dict[str, str]:
     return {"LOG_LEVEL": args.log_level or log_level(), "LOG_FORMAT": args.log_format or log_format()}
 
 
-def replica_children(args: ServerArgs, scheduler: SchedulerTarget, index: int, life: int) -> list[Child]:
-    """Return the processes to start for this host's ranks of replica number `index`, in its `life`."""
+def replica_children(args: ServerArgs, scheduler: SchedulerTarget, index: int, incarnation: int) -> list[Child]:
+    """Return the processes to start for this host's ranks of replica number `index`, in its `incarnation`."""
     # By default, OpenMP's threads spin for milliseconds while they wait. If the API server or a client needs the same
     # core, each step of the engine then waits for a spinning thread. A short spin costs nothing on idle cores;
     # measured in docs/notebook/cpu-step.md.
@@ -74,9 +74,9 @@ def replica_children(args: ServerArgs, scheduler: SchedulerTarget, index: int, l
     prefix = "minisgl"
     if args.dp > 1:
         prefix = f"minisgl-DP{index}"
-        args = replace(divided(args, index), life=life)
+        args = replace(divided(args, index), incarnation=incarnation)
         scheduler_env |= visible_gpus(args, index)
-        Path(f"{args.run_dir}/life-{life}").mkdir(mode=0o700)
+        Path(f"{args.run_dir}/run-{incarnation}").mkdir(mode=0o700)
     if (threads := args.scheduler.engine.threads) is not None:
         scheduler_env["OMP_NUM_THREADS"] = str(threads)
     children = []
@@ -115,7 +115,7 @@ def run_scheduler(args: ServerArgs, ready: Ready) -> None:
     try:
         with torch.inference_mode():
             group = meet_ranks(args.scheduler, local_ranks(args)[0])
-            io = ZmqIO(args.zmq_scheduler_addr, args.zmq_detokenizer_addr, args.zmq_frontend_addr, args.life)
+            io = ZmqIO(args.zmq_scheduler_addr, args.zmq_detokenizer_addr, args.zmq_frontend_addr, args.incarnation)
             scheduler = create_scheduler(args.scheduler, io, group)
             gc.collect()
             gc.freeze()  # or full collections would scan the model and its graphs during steps
@@ -145,5 +145,5 @@ def run_follower_rank(args: ServerArgs, index: int, ready: Ready) -> None:
 
 def local_ranks(args: ServerArgs) -> list[Rendezvous]:
     """Return the rendezvous of each rank on this host, in order."""
-    folder = args.run_dir if args.dp == 1 else f"{args.run_dir}/life-{args.life}"
+    folder = args.run_dir if args.dp == 1 else f"{args.run_dir}/run-{args.incarnation}"
     return Rendezvous.of_local_ranks(args.scheduler.engine, folder)

@@ -39,18 +39,18 @@ POLL_S: Final = 0.05
 
 logger = logging.getLogger(__name__)
 
-MakeChildren = Callable[[int, int], list[Child]]  # (index, life) -> the processes to start
+MakeChildren = Callable[[int, int], list[Child]]  # (index, incarnation) -> the processes to start
 
 
 @dataclass
 class _Replica:
-    """One life of a replica: its number, its processes by rank, and the futures that end it."""
+    """One incarnation of a replica: its number, its processes by rank, and the futures that end it."""
 
-    life: int
+    incarnation: int
     names: list[str]
     died: asyncio.Future[None] = field(default_factory=lambda: asyncio.get_running_loop().create_future())
     leaving: asyncio.Future[None] = field(default_factory=lambda: asyncio.get_running_loop().create_future())
-    is_removed: bool = False  # no other life follows
+    is_removed: bool = False  # no other incarnation follows
 
 
 class Supervisor:
@@ -62,14 +62,14 @@ class Supervisor:
     def __init__(
         self, app: Starlette, processes: Processes, args: ServerArgs, make: MakeChildren, tls: ssl.SSLContext | None
     ) -> None:
-        """`make` returns the processes of another life of a replica."""
+        """`make` returns the processes of another incarnation of a replica."""
         self.exit_code = 0
         self.replicas: dict[int, _Replica] = {}  # by index; empty without `--dp`
         self._args = args
         self._app = app
         self._processes = processes
         self._make = make
-        self._lives = itertools.count(args.dp)
+        self._incarnations = itertools.count(args.dp)
         self._changing = asyncio.Lock()  # held by one signal at a time
         self._tasks: set[asyncio.Task[None]] = set()
         self._stopping: asyncio.Task[None] | None = None
@@ -182,7 +182,7 @@ class Supervisor:
         while True:
             replica = self.replicas[index]
             drain_timeout = self._args.drain_timeout
-            has_died = await self._dispatcher.serve(replica.life, replica.died, replica.leaving, drain_timeout)
+            has_died = await self._dispatcher.serve(replica.incarnation, replica.died, replica.leaving, drain_timeout)
             await self._end_replica(replica, 0.0 if has_died else EXIT_S)
             if replica.is_removed:
                 break
@@ -198,12 +198,12 @@ class Supervisor:
         await asyncio.to_thread(self._processes.end, replica.names, seconds)
 
     async def _start(self, index: int) -> bool:
-        """Start another life of replica number `index`. Return whether it is ready, and then gets requests."""
+        """Start another incarnation of replica number `index`. Return whether it is ready, and then gets requests."""
         self._dispatcher.starting.add(index)
-        life, began = next(self._lives), time.monotonic()
-        replica = self.replicas[index] = _Replica(life, [])
+        incarnation, began = next(self._incarnations), time.monotonic()
+        replica = self.replicas[index] = _Replica(incarnation, [])
         try:
-            children = self._make(index, life)
+            children = self._make(index, incarnation)
             replica.names = [child.name for child in children]
             self._processes.start(*children)
             while not self._processes.is_ready(replica.names):
@@ -214,7 +214,7 @@ class Supervisor:
             logger.error("replica %d could not start: %s; the next attempt is in %g s", index, e, RETRY_S)
             await self._end_replica(replica, 0.0)
             return False
-        self._dispatcher.open(life, index)
+        self._dispatcher.open(incarnation, index)
         for name in replica.names:
             self._watch_end(name)
         logger.info("replica %d is ready after %.1f s", index, time.monotonic() - began)
@@ -249,7 +249,7 @@ class Supervisor:
     async def _retire(self, index: int, is_removed: bool) -> None:
         """End replica number `index` after its requests, and move those that outlast the drain timeout.
 
-        Return when it has ended, and another life is ready unless it `is_removed`. The only replica is not ended.
+        Return when it has ended, and another incarnation is ready unless it `is_removed`. The only replica stays.
         """
         while len(self.replicas) > 1 and not self._dispatcher.has_others(index):
             await asyncio.sleep(POLL_S)  # another one is being started

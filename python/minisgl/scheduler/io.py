@@ -58,11 +58,11 @@ class SchedulerIO(Protocol):
 class ZmqIO:
     """The server's channels: pulls from the tokenizers, pushes to the detokenizer and (heartbeats) to the API.
 
-    Messages of a `life` other than 0 carry its number.
+    Messages of an `incarnation` other than 0 carry its number.
     """
 
-    def __init__(self, backend_addr: str, detokenizer_addr: str, frontend_addr: str, life: int = 0) -> None:
-        self._life = life
+    def __init__(self, backend_addr: str, detokenizer_addr: str, frontend_addr: str, incarnation: int = 0) -> None:
+        self._incarnation = incarnation
         self._inbox: ZmqPullQueue[BackendMsg] = ZmqPullQueue(backend_addr, Codec(BackendMsg))
         self._tokens: ZmqPushQueue[TokenizerMsg] = ZmqPushQueue(detokenizer_addr, Codec(TokenizerMsg))
         self._frontend: ZmqPushQueue[FrontendMsg] = ZmqPushQueue(frontend_addr, Codec(FrontendMsg))
@@ -71,16 +71,16 @@ class ZmqIO:
         return self._inbox.get(timeout)
 
     def send(self, msg: DetokenizeMsg) -> None:
-        self._tokens.put([msgspec.structs.replace(msg, life=self._life) if self._life else msg])
+        self._tokens.put([msgspec.structs.replace(msg, incarnation=self._incarnation) if self._incarnation else msg])
 
     def send_stats(self, msg: StatsMsg) -> None:
-        self._frontend.put([msgspec.structs.replace(msg, life=self._life)])
+        self._frontend.put([msgspec.structs.replace(msg, incarnation=self._incarnation)])
 
     def send_view(self, view: EngineView) -> None:
         self._tokens.put([view])
 
     def send_prefixes(self, msg: PrefixesMsg) -> None:
-        self._frontend.put([msgspec.structs.replace(msg, life=self._life)])
+        self._frontend.put([msgspec.structs.replace(msg, incarnation=self._incarnation)])
 
 
 class OfflineIO:

@@ -489,7 +489,7 @@ class ServerArgs(Settings):
         words={"deepseek-r1": "deepseek_r1", "qwen3": "think", "qwen3-thinking": "think"},
     )
     run_dir: str = ""  # the private folder of the ipc sockets, made at the start; not an option
-    life: int = 0  # the number of a replica's run, over all replicas; not an option
+    incarnation: int = 0  # the number of a replica's run, over all replicas; not an option
     replicas_join: bool = False  # whether replicas come and go, and none is there at the start; not an option
 
     def __post_init__(self) -> None:
@@ -532,8 +532,8 @@ class ServerArgs(Settings):
 
     @property
     def zmq_scheduler_addr(self) -> str:
-        """The address at which the scheduler receives; each life has its own, without the requests of old ones."""
-        return self._addr(f"backend-{self.life}") if self.is_routed else self.zmq_backend_addr
+        """The address at which the scheduler receives; each incarnation has its own, without old requests."""
+        return self._addr(f"backend-{self.incarnation}") if self.is_routed else self.zmq_backend_addr
 
     @property
     def is_routed(self) -> bool:

@@ -180,8 +180,8 @@ class DetokenizeManager:
         added = tokenizer.get_added_tokens_decoder()
         self._special_ids = {token.content: i for i, token in added.items() if token.special}
         self._outputs: dict[int, _Output] = {}
-        self._stopped: dict[int, int] = {}  # uid -> the life whose end of it is to be dropped
-        self._lost: set[int] = set()  # lives
+        self._stopped: dict[int, int] = {}  # uid -> the incarnation whose end of it is to be dropped
+        self._lost: set[int] = set()  # incarnations
         self.dropped = 0  # inconsistent tokens and starts
 
     @property
@@ -207,17 +207,17 @@ class DetokenizeManager:
         self.dropped += 1
         logger.error("dropped: " + what, uid)
 
-    def ignore(self, life: int) -> None:
-        """Drop all further messages from `life`, which is over. Its requests continue in other lives."""
-        self._lost.add(life)
-        self._stopped = {uid: by for uid, by in self._stopped.items() if by != life}
+    def ignore(self, incarnation: int) -> None:
+        """Drop all further messages from `incarnation`, which is over. Its requests continue in other incarnations."""
+        self._lost.add(incarnation)
+        self._stopped = {uid: by for uid, by in self._stopped.items() if by != incarnation}
 
     def detokenize(self, msg: DetokenizeMsg) -> tuple[list[UserReply], list[int]]:
         """Return a reply for each request of the step, and the uids to abort because of a stop string.
 
         Raises `ValueError` and changes nothing if the arrays are inconsistent.
         """
-        if msg.life in self._lost:
+        if msg.incarnation in self._lost:
             return [], []
         uids, tokens = np.frombuffer(msg.uids, dtype="<i8").tolist(), ids_from_bytes(msg.tokens).tolist()
         if len(uids) != len(tokens) or len(set(uids)) != len(uids):
@@ -246,7 +246,7 @@ class DetokenizeManager:
             replies.append(reply)
             if reply.finish_reason is not None:
                 del self._outputs[uid]
-                self._stopped[uid] = msg.life
+                self._stopped[uid] = msg.incarnation
                 if end is None:
                     aborts.append(uid)
         for uid, end in ends.items():

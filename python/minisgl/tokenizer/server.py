@@ -116,8 +116,8 @@ class Worker:
                 to_frontend.append(self._with_texts(msg))
             case AbortMsg(uid) if uid in aborted:
                 to_backend.append(msg)
-            case LostMsg(life):
-                self._detokenize.ignore(life)
+            case LostMsg(incarnation):
+                self._detokenize.ignore(incarnation)
                 to_frontend.append(msg)
 
     def _report(self, is_idle: bool, to_frontend: list[FrontendMsg]) -> None:

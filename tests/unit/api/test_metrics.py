@@ -20,7 +20,7 @@ from minisgl.core.plan import FinishReason
 def router_with(stats: StatsMsg) -> Router:
     """A router of one replica whose last heartbeat is `stats`."""
     router = Router()
-    router.open(stats.life, 0, 0.0)
+    router.open(stats.incarnation, 0, 0.0)
     router.note_stats(stats, 0.0)
     return router
 

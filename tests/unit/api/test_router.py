@@ -44,11 +44,11 @@ def router_of(count: int) -> Router:
     return router
 
 
-def cache(router: Router, life: int, ids: Sequence[int], place: int = 0, start: int = 0) -> None:
-    """Tell that replica `life` has the pages of `ids` from `start` on in `place`; loading costs 10 % of computing."""
+def cache(router: Router, incarnation: int, ids: Sequence[int], place: int = 0, start: int = 0) -> None:
+    """Tell that `incarnation` has the pages of `ids` from `start` on in `place`; loading costs 10 % of computing."""
     hashes = prefix_hashes(np.array(ids, np.int32), PAGE, b"")[start:]
     places = np.full(len(hashes), place, np.int8).tobytes()
-    msg = PrefixesMsg(page_size=PAGE, costs=[0.0, 0.1], hashes=hashes.tobytes(), places=places, life=life)
+    msg = PrefixesMsg(page_size=PAGE, costs=[0.0, 0.1], hashes=hashes.tobytes(), places=places, incarnation=incarnation)
     router.note_prefixes(msg)
 
 
@@ -163,7 +163,7 @@ def test_load_outweighs_a_cached_prefix() -> None:
 def test_equal_prompts_are_spread_evenly() -> None:
     router = router_of(4)
     placed = [router.route(message([1, 2, 3]), 0.0) for _ in range(40)]
-    assert [placed.count(life) for life in range(4)] == [10] * 4
+    assert [placed.count(incarnation) for incarnation in range(4)] == [10] * 4
 
 
 def test_the_length_of_answers_is_learned() -> None:
@@ -178,7 +178,7 @@ def test_the_length_of_answers_is_learned() -> None:
 def test_silent_and_draining_replicas_get_requests_only_if_there_are_no_others() -> None:
     router = router_of(3)
     now = SILENT_S + 1
-    router.note_stats(StatsMsg(life=2), now)
+    router.note_stats(StatsMsg(incarnation=2), now)
     assert [router.route(message([1]), now) for _ in range(3)] == [2, 2, 2]
     router.replicas[2].accepts_requests = False
     assert router.route(message([1]), now) in (0, 1)
@@ -203,7 +203,7 @@ def test_requests_of_a_lost_replica_go_on_with_their_tokens() -> None:
     router.note_reply(UserReply(uid=begun.uid, output_ids=ids_to_bytes([9]), completion_tokens=3))  # was on its way
     end(router, ended)
     moved, ends = router.move(0, 0.0)
-    assert {(life, m.uid) for life, m in moved} == {(1, begun.uid), (1, waiting.uid)}
+    assert {(incarnation, m.uid) for incarnation, m in moved} == {(1, begun.uid), (1, waiting.uid)}
     outputs = {m.uid: ids_from_bytes(m.output_ids or b"").tolist() for _, m in moved}
     assert outputs == {begun.uid: [7, 8, 9], waiting.uid: []}
     assert [(e.uid, e.reason) for e in ends] == [(aborted.uid, FinishReason.ABORT)]
@@ -214,14 +214,14 @@ def test_requests_of_a_lost_replica_go_on_with_their_tokens() -> None:
 def test_a_request_ends_that_may_be_what_kills_replicas() -> None:
     router = router_of(MAX_DEATHS + 1)
     msg = message([1])
-    life = router.route(msg, 0.0)
+    incarnation = router.route(msg, 0.0)
     for _ in range(MAX_DEATHS - 1):
-        assert life is not None
-        router.remove(life, has_died=True)
-        ((life, _),), _ = router.move(life, 0.0)
-    assert life is not None
-    router.remove(life, has_died=True)
-    moved, (ended,) = router.move(life, 0.0)
+        assert incarnation is not None
+        router.remove(incarnation, has_died=True)
+        ((incarnation, _),), _ = router.move(incarnation, 0.0)
+    assert incarnation is not None
+    router.remove(incarnation, has_died=True)
+    moved, (ended,) = router.move(incarnation, 0.0)
     assert not moved
     assert ended.failure is not None and ended.failure.status == 503
     assert len(router.replicas) == 1  # which it does not reach
@@ -230,13 +230,15 @@ def test_a_request_ends_that_may_be_what_kills_replicas() -> None:
 def test_counters_outlive_a_replica() -> None:
     router = router_of(2)
     tier = TierView(name="disk", pages_total=90, pages_held=7, stored=30, loaded=20, lost=1)
-    for life in (0, 1):
-        counts = StatsMsg(life=life, generation_tokens=10, running=3, pages_total=100, page_size=16, tiers=[tier])
+    for incarnation in (0, 1):
+        counts = StatsMsg(
+            incarnation=incarnation, generation_tokens=10, running=3, pages_total=100, page_size=16, tiers=[tier]
+        )
         router.note_stats(counts, 0.0)
     router.remove(0, has_died=True)
     router.open(2, 0, now=1.0)
-    router.note_stats(StatsMsg(life=2, generation_tokens=1, running=1, pages_total=100, page_size=16), 1.0)
-    router.note_stats(StatsMsg(life=0, generation_tokens=99), 1.0)  # too late
+    router.note_stats(StatsMsg(incarnation=2, generation_tokens=1, running=1, pages_total=100, page_size=16), 1.0)
+    router.note_stats(StatsMsg(incarnation=0, generation_tokens=99), 1.0)  # too late
     stats = router.stats
     assert (stats.generation_tokens, stats.running, stats.pages_total, stats.page_size) == (21, 4, 200, 16)
     assert stats.tiers == [TierView(name="disk", pages_total=90, pages_held=7, stored=60, loaded=40, lost=2)]

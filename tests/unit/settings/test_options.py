@@ -180,5 +180,5 @@ def test_addresses_are_distinct() -> None:
     addrs = [args.zmq_backend_addr, args.zmq_frontend_addr, args.zmq_detokenizer_addr, *args.zmq_tokenizer_addrs]
     assert len(set(addrs)) == 5
     assert ServerArgs(run_dir="/r", num_tokenizer=0).zmq_tokenizer_addrs == ["ipc:///r/detokenizer"]
-    lives = [ServerArgs(run_dir="/r", dp=2, life=life) for life in (0, 1, 2)]
-    assert len({a.zmq_backend_addr for a in lives} | {a.zmq_scheduler_addr for a in lives}) == 4
+    incarnations = [ServerArgs(run_dir="/r", dp=2, incarnation=incarnation) for incarnation in (0, 1, 2)]
+    assert len({a.zmq_backend_addr for a in incarnations} | {a.zmq_scheduler_addr for a in incarnations}) == 4

@@ -280,18 +280,18 @@ def test_a_request_goes_on_behind_the_tokens_of_a_lost_replica() -> None:
     begun = Started(uid=7, prompt_tokens=3, cached_tokens=1, sampling_params=params)
     stops = Started(uid=8, prompt_tokens=3, cached_tokens=1, sampling_params=SamplingParams(stop=("H",)))
 
-    def said(msg: DetokenizeMsg, life: int) -> str:
-        replies, _ = manager.detokenize(msgspec.structs.replace(msg, life=life))
+    def said(msg: DetokenizeMsg, incarnation: int) -> str:
+        replies, _ = manager.detokenize(msgspec.structs.replace(msg, incarnation=incarnation))
         return "".join(r.text for r in replies if r.uid == 7)
 
-    text = said(step({7: ids[0], 8: ids[0]}, [begun, stops], []), life=0)
+    text = said(step({7: ids[0], 8: ids[0]}, [begun, stops], []), incarnation=0)
     assert manager.entries == 2  # 8 has ended here by its stop string, but not in the scheduler
     manager.ignore(0)
     assert manager.entries == 1
     late = [Finished(uid=7, reason=FinishReason.LENGTH)]
-    assert said(step({7: ids[1]}, [], late), life=0) == ""
+    assert said(step({7: ids[1]}, [], late), incarnation=0) == ""
     for token in ids[1:-1]:
-        text += said(step({7: token}, [], []), life=3)
-    text += said(step({7: ids[-1]}, [], late), life=3)
+        text += said(step({7: token}, [], []), incarnation=3)
+    text += said(step({7: ids[-1]}, [], late), incarnation=3)
     assert text == whole
     assert (manager.entries, manager.dropped) == (0, 0)
