@@ -142,7 +142,7 @@ class Head(DraftModel):
         rows = inputs[0].long()
         drafting.drafts[rows] = ((drafting.lengths[rows].unsqueeze(1) - 1 + torch.arange(MAX_DRAFTS)) % 3).int()
 
-    def follow(
+    def extend(
         self, batch: Batch, input_ids: torch.Tensor, states: list[torch.Tensor], out: torch.Tensor, drafting: Drafting
     ) -> None:
         at = batch.logit_tokens

@@ -8,7 +8,7 @@ import torch
 
 from minisgl.core.layout import FULL, NEWEST, NOT_DRAFTED, ROW, WINDOW, words
 from minisgl.kernels.triton import step
-from minisgl.kernels.triton.step import DRAFT_INDEX, END, HEAD, ID, PLACED, POSITION, RING
+from minisgl.kernels.triton.step import DRAFT_INDEX, END, HEAD, ID, INPUTS, POSITION, RING
 
 PAGE, ROWS, WIDTH, DRAFTS = 4, 7, 5, 4
 
@@ -45,15 +45,15 @@ def test_place_finds_what_only_the_device_knows(counts: tuple[int, int, int]):
     more = rng.integers(0, 50, (3, first_token))
     slot[HEAD : parts.words] = np.concatenate([rows, ids, index, positions, more.ravel()])
     out_loc, sample_rows = torch.full((2, room.tokens), -7), torch.full((room.samples,), -7)
-    placed, turn = torch.full((PLACED, sum(room)), -7, dtype=torch.int32), torch.tensor([5], dtype=torch.int32)
-    step.place(
-        ring, turn, tables, table, last_token, lengths, drafts, placed, sample_rows, out_loc, parts, room, PAGE
+    inputs, turn = torch.full((INPUTS, sum(room)), -7, dtype=torch.int32), torch.tensor([5], dtype=torch.int32)
+    step.prepare_inputs(
+        ring, turn, tables, table, last_token, lengths, drafts, inputs, sample_rows, out_loc, parts, room, PAGE
     )  # fmt: skip
 
     true = np.where(index >= 0, lengths.numpy()[rows] - 1 + index, positions)
     tokens = np.where(ids >= 0, ids, last_token.numpy()[rows])
     tokens = np.where(index > 0, drafts.numpy()[rows, index - 1], tokens)
-    got = placed.numpy()
+    got = inputs.numpy()
     for column, values in ((0, rows), (ID, tokens), (DRAFT_INDEX, index), (POSITION, true), (END, true + 1)):
         assert np.array_equal(got[column, used], values)
     samples, count = counts[0], counts[2]

@@ -45,7 +45,7 @@ class DraftModel(ABC):
 
     ahead: ClassVar[int]  # slot p depends on the tokens up to p + ahead
     first: ClassVar[int]  # the draft that the first pass makes; -1: it fills a hole
-    layers: tuple[int, ...] = ()  # the target's layers whose outputs `follow` gets
+    layers: tuple[int, ...] = ()  # the target's layers whose outputs `extend` gets
     parameters: tuple[Parameter, ...]
 
     def __init__(self, parts: Parts, spec: EngineSpec) -> None:
@@ -100,8 +100,8 @@ class DraftModel(ABC):
     def _logits(self, ids: Tensor, batch: Batch) -> Tensor:
         """Compute logits [S, V] of a pass from token ids [T], those at slot + `ahead`."""
 
-    def follow(self, batch: Batch, input_ids: Tensor, states: list[Tensor], out: Tensor, drafting: Drafting) -> None:
-        """Process a step's tokens [T], the outputs [T, H] of `layers`, and the result `out` of `Drafting.settle`."""
+    def extend(self, batch: Batch, input_ids: Tensor, states: list[Tensor], out: Tensor, drafting: Drafting) -> None:
+        """Process a step's tokens [T], the outputs [T, H] of `layers`, and the result `out` of `Drafting.verify`."""
         return
 
     def sample(self, logits: Tensor, sampling: Sampling) -> Tensor:
@@ -138,7 +138,7 @@ class SmallModel(DraftModel):
 
 
 class Eagle3(DraftModel):
-    """An EAGLE-3 head. When a step ends, `follow` runs it over the step's tokens, which gives the first draft."""
+    """An EAGLE-3 head. When a step ends, `extend` runs it over the step's tokens, which gives the first draft."""
 
     ahead, first = 1, 1
 
@@ -162,7 +162,7 @@ class Eagle3(DraftModel):
         logits[:, self.head.draft_ids] = self.parts.vocab.gather(drafted)
         return logits, hidden
 
-    def follow(self, batch: Batch, input_ids: Tensor, states: list[Tensor], out: Tensor, drafting: Drafting) -> None:
+    def extend(self, batch: Batch, input_ids: Tensor, states: list[Tensor], out: Tensor, drafting: Drafting) -> None:
         sampling, history = batch.sampling, drafting.history
         tokens = out[0, : len(sampling.rows)]
         ids, ends = input_ids.roll(-1), batch.layout.cu_query_lens[1:].long() - 1

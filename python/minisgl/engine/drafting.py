@@ -31,7 +31,7 @@ class DraftingModel(Protocol):
 
     def draft_rows(self, inputs: Tensor, max_drafts: int, flags: int, drafting: Drafting) -> None: ...
 
-    def follow(
+    def extend(
         self, batch: Batch, input_ids: Tensor, states: list[Tensor], out: Tensor, drafting: Drafting
     ) -> None: ...
 
@@ -86,7 +86,7 @@ class Drafting:
             at = self.lengths[rows.long()].unsqueeze(1) + torch.arange(MAX_DRAFTS, device=drafts.device)
             self.drafts[rows.long()] = self.history[rows.long().unsqueeze(1), at.long()] = drafts
 
-    def place(self, batch: Batch) -> Batch:
+    def complete(self, batch: Batch) -> Batch:
         """Return `batch`, which has drafts, with the true positions, and the tokens of its drafts."""
         assert batch.drafts is not None, "no slot has DRAFTS"
         index, rows, layout = batch.drafts.draft_index, batch.token_rows.long(), batch.layout
@@ -100,7 +100,7 @@ class Drafting:
             sampling=replace(batch.sampling, positions=positions[batch.logit_tokens] + 1),
         )
 
-    def settle(self, out: Tensor, columns: DraftColumns, inputs: Tensor) -> Tensor:
+    def verify(self, out: Tensor, columns: DraftColumns, inputs: Tensor) -> Tensor:
         """Confirm the tokens up to the first that differs from its draft, and draft what follows.
 
         out [2 or more, C] int32 has the sampled tokens, and whether their logits are finite; inputs [S] int32 are the
@@ -108,9 +108,9 @@ class Drafting:
         """
         rows, index = columns.rows, torch.arange(columns.columns.shape[1], device=out.device)
         tokens, is_finite = out[0][columns.columns], out[1][columns.columns] != 0
-        is_right = (tokens[:, :-1] == inputs[columns.columns[:, 1:]]) & is_finite[:, :-1]
-        is_right &= index[1:] <= columns.counts.unsqueeze(1)
-        count = 1 + is_right.int().cumprod(1).sum(1)
+        is_accepted = (tokens[:, :-1] == inputs[columns.columns[:, 1:]]) & is_finite[:, :-1]
+        is_accepted &= index[1:] <= columns.counts.unsqueeze(1)
+        count = 1 + is_accepted.int().cumprod(1).sum(1)
         newest = self.lengths[rows]
         at = newest.long().unsqueeze(1) + index
         self.history[rows, newest.long() - 1] = inputs[columns.columns[:, 0]]  # the host may not have known it

@@ -168,7 +168,7 @@ class Parts:
         state.apply(batch.page_writes, batch.row_states)
         if batch.drafts is not None:
             assert self.drafting is not None, "a plan with DRAFTS, but no drafter"
-            batch = self.drafting.place(batch)
+            batch = self.drafting.complete(batch)
         input_ids = torch.where(batch.input_ids < 0, state.last_token[batch.token_rows.long()], batch.input_ids)
         return input_ids, batch, self.out_loc(batch)
 
@@ -308,10 +308,10 @@ class EagerRunner:
         drafting = self.parts.drafting
         if batch.drafts is not None:
             assert drafting is not None, "a plan with DRAFTS, but no drafter"
-            out = drafting.settle(out, batch.drafts, inputs)
+            out = drafting.verify(out, batch.drafts, inputs)
             self.parts.count(out, batch.sampling)
         if drafting is not None and drafting.model is not None and (plan.has_drafts or len(plan.tokens)):
-            drafting.model.follow(batch, forward.input_ids, forward.states, out, drafting)
+            drafting.model.extend(batch, forward.input_ids, forward.states, out, drafting)
         return out
 
 

@@ -32,7 +32,7 @@ class Bounded(NamedTuple):
 
 
 def ids_per_row(window: int, page_size: int) -> int:
-    """Return the most ids of a row that decodes: pages for its window and for tokens not settled yet, or one slot."""
+    """Return the most ids of a row that decodes: pages for its window and for tokens in flight, or one slot."""
     if not window:
         return 1
     return ceil_div(window, page_size) + 1 + (page_size + IN_FLIGHT + STEP_TOKENS - 2) // page_size
@@ -68,19 +68,19 @@ class IdPool(PagePool):
     def least_blocks(self) -> int:
         return ceil_div(self.reserve + self.per_row, self.per_block)
 
-    def span(self, settled: int, stop: int) -> range:
-        """Return the indices that steps read or write up to token `stop` of a text, of which `settled` are computed."""
-        return range(max(0, settled // self.page_size - self.window_pages), ceil_div(stop, self.page_size))
+    def span(self, computed: int, stop: int) -> range:
+        """Return the indices that steps read or write up to token `stop` of a text with `computed` computed tokens."""
+        return range(max(0, computed // self.page_size - self.window_pages), ceil_div(stop, self.page_size))
 
     @property
     def excess(self) -> int:
         """How much of the reserve is in use."""
         return sum(max(0, len(ids) - self.per_row) for ids in self.rows.values())
 
-    def limit(self, row: int, settled: int) -> int:
-        """Return the token up to which a prompt may be planned, so that its row also fits until that is settled."""
+    def limit(self, row: int, computed: int) -> int:
+        """Return the token up to which a prompt may be planned, so that its row also fits until that is computed."""
         pages = max(len(self.rows[row]), self.per_row) + self.reserve - self.excess
-        return (self.span(settled, 0).start + pages) * self.page_size - IN_FLIGHT
+        return (self.span(computed, 0).start + pages) * self.page_size - IN_FLIGHT
 
     def extend(self, ids: dict[int, int], span: range) -> dict[int, int]:
         """Add free ids for the indices of `span` that are missing; return the added ones. There must be enough."""

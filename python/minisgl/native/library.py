@@ -62,8 +62,8 @@ class NativeLibrary:
         self.create = CFUNCTYPE(c_void_p, POINTER(ModelSpec))(("minisgl_create", library))
         self.destroy = CFUNCTYPE(None, c_void_p)(("minisgl_destroy", library))
         self.step = CFUNCTYPE(None, c_void_p, POINTER(StepPlan), c_void_p, c_void_p)(("minisgl_step", library))
-        self.settle = CFUNCTYPE(None, c_void_p, POINTER(StepPlan), c_void_p, c_void_p, c_void_p, c_void_p)(
-            ("minisgl_settle", library)
+        self.verify = CFUNCTYPE(None, c_void_p, POINTER(StepPlan), c_void_p, c_void_p, c_void_p, c_void_p)(
+            ("minisgl_verify", library)
         )
         self.draft = CFUNCTYPE(c_int64, c_void_p, POINTER(StepPlan), c_int64)(("minisgl_draft", library))
         self.logits = CFUNCTYPE(c_void_p, c_void_p)(("minisgl_logits", library))

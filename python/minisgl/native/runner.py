@@ -228,9 +228,9 @@ class NativeRunner:
             special = np.flatnonzero(plan.sampled_flags & ~PLAIN)
             if len(special):
                 out = self._sample(plan, special, self.logits(out.shape[1])[special], out)
-        return self._settle(plan, call, out) if plan.has_drafts else out
+        return self._verify(plan, call, out) if plan.has_drafts else out
 
-    def _settle(self, plan: BatchPlan, call: StepPlan, out: Ints) -> Ints:
+    def _verify(self, plan: BatchPlan, call: StepPlan, out: Ints) -> Ints:
         """Accept drafts and update the rows' lengths; return `out` with the two more lines of a `StepResult`."""
         lines = np.zeros((2, out.shape[1]), np.int32)
         lines[0] = 1
@@ -238,7 +238,7 @@ class NativeRunner:
         if is_penalized.any():
             sampling = self._sampling(plan, np.flatnonzero(is_penalized))  # before lengths change
         arrays = (out[0], out[1], lines[0], lines[1])
-        self._library.settle(self._model.handle, byref(call), *(line.ctypes.data for line in arrays))
+        self._library.verify(self._model.handle, byref(call), *(line.ctypes.data for line in arrays))
         out = np.concatenate([out[:2], lines, out[2:]])
         if sampling is not None:
             self.parts.count(torch.from_numpy(out[:, : len(is_penalized)][:, is_penalized]), sampling)

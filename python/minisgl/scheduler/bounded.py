@@ -26,10 +26,10 @@ EVERY: Final = 2048  # tokens between spare snapshots of a prompt
 class BoundedState:
     """Bounded state by row.
 
-    A row has window pages from its window before the settled length on, which is the number of tokens computed by
-    collected steps. No step in flight reads what is before, so what is freed can be used at once.
+    A row has window pages from its window before `computed_len` on. No step in flight reads what is before, so what is
+    freed can be used at once.
 
-    settled  int32 [rows]
+    computed_len  int32 [rows], the tokens computed by collected steps
     """
 
     def __init__(
@@ -37,7 +37,7 @@ class BoundedState:
     ) -> None:
         """`make_room` gets pages of groups within reach, for a snapshot with a reason; see `CacheManager`."""
         self.snapshots, self.pools = snapshots, snapshots.pools
-        self.settled = np.zeros(rows.num_rows, np.int32)
+        self.computed_len = np.zeros(rows.num_rows, np.int32)
         self._rows = rows
         self._make_room = make_room
 
@@ -56,7 +56,7 @@ class BoundedState:
         One is where its prompt parts from the one of those `waiting` that is most like it.
         """
         row, handle, page_size = req.row, req.cache_handle, self._rows.page_size
-        length = self.settled[row] = int(self._rows.cached_len[row])
+        length = self.computed_len[row] = int(self._rows.cached_len[row])
         for pool in self.pools:
             pool.rows[row] = {}
         self.extend(req, length)
@@ -78,16 +78,16 @@ class BoundedState:
         """Give a row the ids that it lacks for the first `stop` tokens of its text, or for all of its pages."""
         stop = len(req.pages) * self._rows.page_size if stop is None else stop
         for pool in self.pools:
-            span = pool.span(int(self.settled[req.row]), stop)
+            span = pool.span(int(self.computed_len[req.row]), stop)
             for index, i in pool.extend(pool.rows[req.row], span).items():
                 self._rows.writes.bounded[pool.group, req.row, index] = i
 
     def chunk_limit(self, req: Req, start: int) -> int:
         """Return the number of tokens from `start` on for which there may be ids.
 
-        Rather than a few, there are none while prompts have unsettled tokens, and soon more ids.
+        Rather than a few, there are none while prompts have tokens in flight, and soon more ids.
         """
-        limit = min(pool.limit(req.row, int(self.settled[req.row])) for pool in self.pools) - start
+        limit = min(pool.limit(req.row, int(self.computed_len[req.row])) for pool in self.pools) - start
         return limit if limit >= TILE_TOKENS or not any(pool.excess for pool in self.pools) else 0
 
     def add_chunk(self, req: Req, start: int, stop: int) -> None:
@@ -104,15 +104,15 @@ class BoundedState:
                 copies = [(pool.group, own[index], target, req.row, length) for index, target in ids.items()]
                 self._rows.writes.captures += copies
 
-    def settle(self, plan: BatchPlan) -> None:
+    def collect(self, plan: BatchPlan) -> None:
         """Count the tokens of a collected step, and free the window pages that no later step reads."""
         rows, is_chunk = plan.slots["row"], (plan.slots["flags"] & Flag.FROM_DEVICE) == 0
-        before = self.settled[rows]
-        settled = np.where(is_chunk, plan.slots["stop"], self._rows.confirmed_len[rows] - 1)
-        self.settled[rows] = np.maximum(before, settled)
+        before = self.computed_len[rows]
+        computed = np.where(is_chunk, plan.slots["stop"], self._rows.confirmed_len[rows] - 1)
+        self.computed_len[rows] = np.maximum(before, computed)
         for pool in self.pools:
-            for row in rows[settled // pool.page_size > before // pool.page_size].tolist():
-                ids, first = pool.rows.get(row, {}), pool.span(int(self.settled[row]), 0).start
+            for row in rows[computed // pool.page_size > before // pool.page_size].tolist():
+                ids, first = pool.rows.get(row, {}), pool.span(int(self.computed_len[row]), 0).start
                 pool.release([ids.pop(index) for index in list(ids) if index < first])
 
     def pop_captures(self, req: Req, finite: int, *, is_leaving: bool) -> list[tuple[int, Snapshot]]:

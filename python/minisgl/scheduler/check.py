@@ -82,7 +82,10 @@ def _check_bounded(scheduler: Parts) -> None:
             if [*pool.snapshots[snapshot]] != [*pool.span(length, length)]:
                 raise InvariantError(f"the snapshot at depth {node.depth} has not the ids for its text")
         for req in held:
-            own, needed = pool.rows[req.row], pool.span(int(bounded.settled[req.row]), int(rows.cached_len[req.row]))
+            own, needed = (
+                pool.rows[req.row],
+                pool.span(int(bounded.computed_len[req.row]), int(rows.cached_len[req.row])),
+            )
             if not {*needed} <= own.keys() or min(own, default=needed.start) < needed.start:
                 raise InvariantError(f"{req} needs {needed} of group {pool.group} and has {own}")
         for plan in (step.plan for step in scheduler.launched):
@@ -118,8 +121,8 @@ def _check_rows(scheduler: Parts) -> None:
         if req is not None:
             _check_row(scheduler, req)
     matchers = sum(r.matcher is not None for r in scheduler.live.values() if r.status is not Status.FINISHED)
-    if scheduler.grammars.num_followed != matchers:
-        raise InvariantError(f"{scheduler.grammars.num_followed} grammars are followed, not {matchers}")
+    if scheduler.grammars.num_matchers != matchers:
+        raise InvariantError(f"{scheduler.grammars.num_matchers} matchers are counted, not {matchers}")
     running = scheduler.decode.running
     if scheduler.decode.index.tolist() != [r.table_idx for r in running]:
         raise InvariantError(f"decoding rows {scheduler.decode.index} are not those of {running}")

@@ -38,14 +38,14 @@ ON_DEVICE: Final = Flag.FROM_DEVICE | Flag.MASKED
 
 
 class Grammars:
-    """Compiles grammars and follows the requests that have one. Without a `compiler` grammars are refused."""
+    """Compiles grammars and advances the matchers of requests. Without a `compiler` grammars are refused."""
 
     def __init__(self, compiler: TriedCompiler | None = None, executor: Executor | None = None) -> None:
         self._compiler = compiler
         self._executor = executor or ThreadPoolExecutor(THREADS, "grammar")
         self._known = executor or ThreadPoolExecutor(THREADS, "known-grammar")  # never behind trials
         self._jobs: dict[int, tuple[Req, Future[TokenMatcher], float]] = {}  # in order of arrival
-        self.num_followed = 0  # requests that have a matcher and have not ended
+        self.num_matchers = 0  # requests that have a matcher and have not ended
         self._draft_mask_s = 0.0  # what a mask behind a draft takes, on average
 
     # -- compiling
@@ -79,7 +79,7 @@ class Grammars:
 
     def forget(self, req: Req) -> None:
         """Stop following `req`, which has ended; a compilation that has not begun is cancelled."""
-        self.num_followed -= req.matcher is not None
+        self.num_matchers -= req.matcher is not None
         if (job := self._jobs.pop(req.uid, None)) is not None:
             job[1].cancel()
 
@@ -102,7 +102,7 @@ class Grammars:
             else:
                 req.matcher = job.result()
                 req.status = Status.WAITING
-                self.num_followed += 1
+                self.num_matchers += 1
             del self._jobs[uid]
             yield req, error
 
@@ -141,10 +141,10 @@ class Grammars:
         """Return whether the newest step in flight has no masks yet, so that nothing may be launched behind it."""
         return bool(launched) and launched[-1].output.awaits_masks
 
-    def follow(self, rows: Rows, sampled: Index, tokens: Ints) -> Index:
+    def advance(self, rows: Rows, sampled: Index, tokens: Ints) -> Index:
         """Advance the matchers of the rows `sampled` [n] over their new `tokens` [n], while the device computes.
 
-        Returns the indices of the rows whose grammar is complete, or cannot be followed any further.
+        Returns the indices of the rows whose grammar is complete, or can no longer be matched.
         """
         advanced: list[tuple[int, TokenMatcher]] = []
         for i in np.flatnonzero(rows.flags[sampled] & Flag.MASKED).tolist():

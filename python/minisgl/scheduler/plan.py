@@ -171,11 +171,11 @@ class Launched:
     prompt_logprobs: list[tuple[Req, int]]  # (request, number of prompt log-probabilities), in slot order
     output: StepOutput
 
-    def waves(self, result: StepResult) -> Iterator[Wave]:
+    def confirmed(self, result: StepResult) -> Iterator[ConfirmedTokens]:
         """Return the confirmed tokens: the first of each row, then the second of those that have one, and so on."""
         columns = np.arange(len(result.tokens))
         if result.confirmed is None:
-            yield Wave(self.sampled, columns, result.tokens, result.finite)
+            yield ConfirmedTokens(self.sampled, columns, result.tokens, result.finite)
             return
         widths = self.plan.widths
         slots = np.repeat(np.arange(len(widths)), widths)
@@ -184,11 +184,11 @@ class Launched:
         offsets = offsets[confirmed]
         for offset in range(int(offsets.max(initial=0)) + 1):
             at = confirmed[offsets == offset]
-            yield Wave(self.sampled[slots[at]], at, result.tokens[at], result.finite[at])
+            yield ConfirmedTokens(self.sampled[slots[at]], at, result.tokens[at], result.finite[at])
 
 
 @dataclass(frozen=True, slots=True)
-class Wave:
+class ConfirmedTokens:
     """One confirmed token of each of some rows, and the columns of the result in which they stand."""
 
     rows: Index

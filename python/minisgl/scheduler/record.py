@@ -217,8 +217,8 @@ class _RecordedGrammars(_Port):
             self._recorder.entry.compiled.append((req.uid, None if error is None else Failure.of(error)))
             yield req, error
 
-    def follow(self, rows: Rows, sampled: Index, tokens: Ints) -> Index:
-        ended: Index = self._inner.follow(rows, sampled, tokens)
+    def advance(self, rows: Rows, sampled: Index, tokens: Ints) -> Index:
+        ended: Index = self._inner.advance(rows, sampled, tokens)
         errors = [req.matcher.error if req.matcher else None for req in rows.holders(sampled[ended])]
         failures = [None if error is None else Failure.of(error) for error in errors]
         self._recorder.entry.ended.append(list(zip(ended.tolist(), failures, strict=True)))

@@ -58,7 +58,7 @@ if TYPE_CHECKING:
 
     from minisgl.core.plan import Ints, StepResult
     from minisgl.scheduler.io import SchedulerIO
-    from minisgl.scheduler.plan import StepEngine, Wave
+    from minisgl.scheduler.plan import ConfirmedTokens, StepEngine
     from minisgl.scheduler.rows import Index
     from minisgl.settings.options import SchedulerConfig
 
@@ -176,7 +176,7 @@ class Scheduler:
         step = self.plan()
         if step is not None:
             self.launch(step)
-        needs_tokens = self.grammars.num_followed and not self.engine.is_async
+        needs_tokens = self.grammars.num_matchers and not self.engine.is_async
         while len(self.launched) > (0 if step is None or needs_tokens else self.depth):
             self.collect(self.launched.popleft())
         self.replies.flush()
@@ -319,7 +319,7 @@ class Scheduler:
         seconds = self.pace.seconds(len(step.running), context, step.chunks)
         moves = self.cache.pop_moves(seconds, is_idle=not (len(step.running) or step.chunks))
         plan = step.make_plan(self.step_number, self.rows, histories, moves)
-        if self.grammars.num_followed:
+        if self.grammars.num_matchers:
             plan = replace(plan, masks=self.grammars.plan_masks(plan, self.rows))
         self.rows.advance(plan)
         for req in step.prompts():
@@ -361,26 +361,26 @@ class Scheduler:
             self.stats.drafted_tokens += drafted
             self.stats.accepted_tokens += accepted
         self.stats.note_step(step, self.clock.seconds, drafted, accepted)
-        for number, wave in enumerate(step.waves(result)):
-            sampled, tokens, maybe_ended = self._confirm(wave, result)
+        for number, confirmed in enumerate(step.confirmed(result)):
+            sampled, tokens, maybe_ended = self._confirm(confirmed, result)
             if number == 0:
                 self._begin(step, result)
             self._end(sampled, tokens, maybe_ended)
             self._reply(sampled, tokens, number > 0)
         if self.cache.bounded is not None:
-            self.cache.bounded.settle(step.plan)
+            self.cache.bounded.collect(step.plan)
         self._share_prefixes(step.prompts)
         self.grammars.send_masks(self.launched, self.rows, self.bus)
 
-    def _confirm(self, wave: Wave, result: StepResult) -> tuple[Index, Ints, Index]:
+    def _confirm(self, confirmed: ConfirmedTokens, result: StepResult) -> tuple[Index, Ints, Index]:
         """Append the sampled tokens to their requests; a request with non-finite logits ends without one.
 
         Returns the rows [n], their tokens [n], and the indices of those that may have ended with these.
         """
         rows = self.rows
-        sampled, tokens = wave.rows, wave.tokens
+        sampled, tokens = confirmed.rows, confirmed.tokens
         is_live = rows.is_live[sampled]
-        usable = is_live & (wave.finite != 0)
+        usable = is_live & (confirmed.finite != 0)
         if not usable.all():
             for req in rows.holders(sampled[is_live & ~usable]):
                 if self.cache.drop_damaged(req):  # a damaged page of a tier: compute the prompt
@@ -390,7 +390,7 @@ class Scheduler:
                     self.finish(req, endings.not_finite(req))
             sampled, tokens = sampled[usable], tokens[usable]
         if result.logprobs is not None:
-            self.replies.add_logprobs(result.logprobs[:, wave.columns[usable]], rows.holders(sampled))
+            self.replies.add_logprobs(result.logprobs[:, confirmed.columns[usable]], rows.holders(sampled))
         return sampled, tokens, rows.confirm(sampled, tokens)
 
     def _begin(self, step: Launched, result: StepResult) -> None:
@@ -406,8 +406,8 @@ class Scheduler:
     def _end(self, sampled: Index, tokens: Ints, maybe_ended: Index) -> None:
         """End the requests that are complete with their newest token (`endings.py`)."""
         rows = self.rows
-        if self.grammars.num_followed:
-            maybe_ended = np.union1d(maybe_ended, self.grammars.follow(rows, sampled, tokens))
+        if self.grammars.num_matchers:
+            maybe_ended = np.union1d(maybe_ended, self.grammars.advance(rows, sampled, tokens))
         for req, token in zip(rows.holders(sampled[maybe_ended]), tokens[maybe_ended].tolist(), strict=True):
             if (end := endings.ended_by(req, token, int(rows.confirmed_len[req.row]), rows.eos_ids)) is not None:
                 self.finish(req, end)
@@ -421,7 +421,7 @@ class Scheduler:
             self.release(req)
 
     def _reply(self, sampled: Index, tokens: Ints, are_drafts: bool) -> None:
-        """Send the tokens of a wave, with beginnings and endings."""
+        """Send one token of each of these rows, with beginnings and endings."""
         self.stats.generation_tokens += len(sampled)
         if len(sampled):
             self.replies.send(self.rows.uid[sampled], tokens, are_drafts)

@@ -169,7 +169,7 @@ class _Grammars(Grammars):
             if failure is None:
                 req.matcher = _Matcher()  # type: ignore[assignment]
                 req.status = Status.WAITING
-                self.num_followed += 1
+                self.num_matchers += 1
             yield req, failure.error() if failure else None
 
     def wait(self, seconds: float) -> None:
@@ -179,7 +179,7 @@ class _Grammars(Grammars):
         count, is_forced = self._replay.entry.drafts.pop(0)
         return np.zeros(count, np.int32), is_forced
 
-    def follow(self, rows: Rows, sampled: Index, tokens: Ints) -> Index:
+    def advance(self, rows: Rows, sampled: Index, tokens: Ints) -> Index:
         ended = self._replay.entry.ended.pop(0)
         for (_, failure), req in zip(ended, rows.holders(sampled[[i for i, _ in ended]]), strict=True):
             matcher = cast("_Matcher", req.matcher)

@@ -251,7 +251,7 @@ def test_a_head_drafts_what_its_formulas_say(
     model, path, weights = trained
     seen: list[tuple[list[int], list[int]]] = []
     texts: dict[int, list[int]] = {}
-    place, run_cpp, pack = Drafting.place, NativeRunner._run, NativeModel._pack
+    complete, run_cpp, pack = Drafting.complete, NativeRunner._run, NativeModel._pack
 
     def spy(drafting: Drafting, batch: Any) -> Any:
         columns = batch.drafts
@@ -259,7 +259,7 @@ def test_a_head_drafts_what_its_formulas_say(
             ids = drafting.history[row, : int(drafting.lengths[row])].tolist()
             if max(ids[:-1]) >= 0:  # of a trial step, only the newest token is known
                 seen.append((ids, drafting.drafts[row, :count].tolist()))
-        return place(drafting, batch)
+        return complete(drafting, batch)
 
     def spy_cpp(runner: NativeRunner, plan: BatchPlan, masks: Any) -> Any:
         records = plan.histories.tolist()
@@ -276,7 +276,7 @@ def test_a_head_drafts_what_its_formulas_say(
             column += width
         return out
 
-    monkeypatch.setattr(Drafting, "place", spy)
+    monkeypatch.setattr(Drafting, "complete", spy)
     monkeypatch.setattr(NativeRunner, "_run", spy_cpp)
 
     def pack_most(native: NativeModel, tensors: list[Tensor], rounded: list[Tensor]) -> None:

@@ -24,7 +24,7 @@ from minisgl.kernels.hopper.gemv import (
     Chain,
     Launch,
     Link,
-    Total,
+    ResidualSum,
     plan_experts,
     plan_launch,
     refuses_mixture,
@@ -86,7 +86,7 @@ def test_one_row(
     x, residual = torch.randn(2, 1, n_in).to(dtype)
     norm_weight, bias = torch.rand(n_in).to(dtype), torch.randn(len(weight)).to(dtype)
     norm = Norm(residual if has_residual else None, norm_weight, 1e-6) if has_norm else None
-    total = Total(torch.full_like(x, torch.nan))
+    total = ResidualSum(torch.full_like(x, torch.nan))
     out = run(Chain(x, (Link(weight, bias, gate, norm, total if has_residual else None),)))
 
     dense = weight.dense(torch.float32)
@@ -113,7 +113,7 @@ def test_chain(kind: Format) -> None:
     results[0] = 0xFFFF + 1
     for _ in range(2):
         x, residual = torch.randn(1, 256).bfloat16(), torch.randn(1, 512).bfloat16()
-        first, second = (Total(torch.full((1, 512), torch.nan).bfloat16()) for _ in range(2))
+        first, second = (ResidualSum(torch.full((1, 512), torch.nan).bfloat16()) for _ in range(2))
         links = [
             Link(o, bias),
             Link(gate_up, None, "silu", Norm(residual, norm_weight, 1e-6), first),

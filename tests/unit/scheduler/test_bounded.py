@@ -155,14 +155,14 @@ def drop_any(self: Snapshots, retired: int, reason: Reason) -> object:
     return next(iter(self.of), None)
 
 
-def free_early(self: IdPool, settled: int, stop: int) -> range:
-    span = original_span(self, settled, stop)
+def free_early(self: IdPool, computed: int, stop: int) -> range:
+    span = original_span(self, computed, stop)
     return range(span.start + (stop == 0 < span.start), stop and span.stop)
 
 
-def copy_less(self: IdPool, settled: int, stop: int) -> range:
-    span = original_span(self, settled, stop)
-    return range(span.start + (settled == stop and len(span) > 1), span.stop)
+def copy_less(self: IdPool, computed: int, stop: int) -> range:
+    span = original_span(self, computed, stop)
+    return range(span.start + (computed == stop and len(span) > 1), span.stop)
 
 
 def place_shifted(self: BoundedState, req: Req, finite: int, *, is_leaving: bool) -> list[tuple[int, Snapshot]]:

@@ -55,18 +55,18 @@ def test_the_engine_drafts_what_training_computes(
     export(head, model.shape, tmp_path)
     assert sum(file.stat().st_size for file in tmp_path.iterdir()) < 2_000_000
     seen: list[tuple[list[int], list[int]]] = []
-    place = Drafting.place
+    complete = Drafting.complete
 
     def spy(drafting: Drafting, batch: Any) -> Any:
         for row, count in zip(batch.drafts.rows.tolist(), batch.drafts.counts.tolist(), strict=True):
             ids = drafting.history[row, : int(drafting.lengths[row])].tolist()
             seen.append((ids, drafting.drafts[row, :count].tolist()))
-        return place(drafting, batch)
+        return complete(drafting, batch)
 
     # Op by op: there the head is not rounded.
     options = {"dtype": "float32", "attention_backend": "cpu", "num_pages": 512}
     with LLM(str(MODEL), speculate=f"eagle3:{tmp_path}", **options) as llm:
-        monkeypatch.setattr(Drafting, "place", spy)  # after the start, which times steps with drafts
+        monkeypatch.setattr(Drafting, "complete", spy)  # after the start, which times steps with drafts
         llm.generate(PROMPTS, SamplingParams(temperature=0, max_tokens=12, ignore_eos=True))
     assert len(seen) > 20 and max(len(drafts) for _, drafts in seen) == 4
     for ids, drafts in seen:

@@ -21,8 +21,8 @@ from minisgl.kernels.triton.step import (
     FLAGS,
     HEAD,
     ID,
+    INPUTS,
     MASK_INDEX,
-    PLACED,
     POSITION,
     RING,
     ROW,
@@ -73,14 +73,14 @@ class StepInputs:
 
         # A blocking copy: what clears memory in the stream of the steps might run after the first copies ahead of them.
         self._in, self._turn_on_device = self._host.to(parts.device.torch_device, copy=True), zeros(1)
-        self._placed = zeros(PLACED, sum(self._room))
+        self._inputs = zeros(INPUTS, sum(self._room))
         self._sample_rows = zeros(samples, dtype=torch.int64)
         self._out_loc = zeros(len(parts.state.page_tables), self._room.tokens, dtype=torch.int64)
         ends = accumulate(self._room, initial=0)
-        self._samples, self._sequences, self._tokens = (self._placed[:, slice(*pair)] for pair in pairwise(ends))
+        self._samples, self._sequences, self._tokens = (self._inputs[:, slice(*pair)] for pair in pairwise(ends))
 
     def _sequences_of(self, size: Size) -> int:
-        """Return how many sequences are placed: all that `settle` looks at, and one without tokens at the end."""
+        """Return how many sequences the inputs have: all that `verify` reads, and one without tokens at the end."""
         return 1 + (size.sequences if size.is_plain else max(size.sequences, self._max_rows))
 
     def _counts(self, size: Size, columns: int) -> step.Counts:
@@ -148,19 +148,19 @@ class StepInputs:
 
     # -- while a graph is captured
 
-    def place(self, size: Size, columns: int) -> None:
+    def prepare(self, size: Size, columns: int) -> None:
         """Fill what `batch` and, for up to `columns` tokens, `sampling` return from the ring."""
         state, drafting = self._parts.state, self._parts.drafting
         own = (drafting.lengths, drafting.drafts) if drafting else (state.last_token, state.page_tables[FULL])
-        step.place(
-            self._in, self._turn_on_device, state.page_tables, state.table, state.last_token, *own, self._placed,
+        step.prepare_inputs(
+            self._in, self._turn_on_device, state.page_tables, state.table, state.last_token, *own, self._inputs,
             self._sample_rows, self._out_loc, self._counts(size, columns), self._room, self._parts.page_size,
         )  # fmt: skip
 
     def batch(self, size: Size) -> tuple[Batch, Tensor]:
         """The inputs of a captured step: what `Parts.begin` returns, without the tokens."""
         tokens, sequences = self._tokens[:, : size.tokens], self._sequences
-        count, nothing = size.sequences, self._placed[:0]
+        count, nothing = size.sequences, self._inputs[:0]
         batch = Batch(
             shape=size.shape,
             slots=NO_SLOTS,
@@ -188,8 +188,8 @@ class StepInputs:
             inputs=x[ID] if has_drafts else None,
         )
 
-    def settle(self, out: Tensor) -> Tensor:
-        """Do what `Drafting.settle` does."""
+    def verify(self, out: Tensor) -> Tensor:
+        """Do what `Drafting.verify` does."""
         drafting, samples = self._parts.drafting, out.shape[1]
         assert drafting is not None, "a plan with DRAFTS, but no drafter"
         x = self._sequences
@@ -197,7 +197,7 @@ class StepInputs:
         lines = out.new_zeros(2, samples + 1)  # the last column is for unused slots
         lines[0] = 1
         state = drafting.lengths, drafting.history, drafting.last_token
-        drafts.settle(out, self._tokens[ID], x[DRAFT_INDEX], rows, cu_query_lens, *state, lines[0])
+        drafts.verify(out, self._tokens[ID], x[DRAFT_INDEX], rows, cu_query_lens, *state, lines[0])
         rows, longest = rows.long(), drafting.history.shape[1]
         found, ready = drafting.drafter.propose(drafting.history, rows, drafting.lengths[rows], longest)
         drafting.drafts[rows] = found

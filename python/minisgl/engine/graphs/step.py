@@ -131,7 +131,7 @@ class CapturedRunner:
         assert captured is not None, "the plan does not fit"
         if drafting is not None:
             drafting.remember(plan)
-        follow = self._draft(plan)
+        extend = self._draft(plan)
         count = self._io.write(plan, captured.size, captured.columns)
         captured.forward.replay()
         kind = tail_of(int(np.bitwise_or.reduce(plan.sampled_flags, initial=0)))
@@ -142,7 +142,7 @@ class CapturedRunner:
             graph, out = captured.tails[rows, kind, plan.has_drafts]
             graph.replay()
             result = self._io.result(len(out), count)
-            follow(out[:, :count])
+            extend(out[:, :count])
             return result
 
         return ForwardOutput(plan, sample)
@@ -160,7 +160,7 @@ class CapturedRunner:
             self._drafts.draft(plan)
         input_ids, batch, _ = parts.begin(batch)
         states = [self._states[layer][: len(input_ids)] for layer in model.layers]
-        return torch.inference_mode()(lambda out: model.follow(batch, input_ids, states, out, drafting))
+        return torch.inference_mode()(lambda out: model.extend(batch, input_ids, states, out, drafting))
 
     # -- capture
 
@@ -171,7 +171,7 @@ class CapturedRunner:
         self._io.write(BatchPlan(0, NO_SLOTS), size, columns)  # for the run before the capture
 
         def forward() -> Tensor | None:
-            self._io.place(size, columns)
+            self._io.prepare(size, columns)
             layers = () if self._model is None or size.is_plain else self._model.layers
             taps = dict.fromkeys(layers, batch.input_ids)  # the model replaces the values
             hidden = self.parts.hidden(batch.input_ids, batch, out_loc, taps)
@@ -201,7 +201,7 @@ class CapturedRunner:
         sampling = self._io.sampling(count, tail, has_drafts)
         out = self.parts.sample(logits, sampling)
         if has_drafts:
-            out = self._io.settle(out)
+            out = self._io.verify(out)
             self.parts.count(out, sampling)
         self._io.publish(out)
         return out

@@ -56,7 +56,7 @@ class Arguments(ctypes.Structure):
     ]
 
 
-class Total:
+class ResidualSum:
     """x + residual [1, K], which a link stores when a chain with it runs."""
 
     def __init__(self, stored: Tensor) -> None:
@@ -76,7 +76,7 @@ class Link(NamedTuple):
     bias: Tensor | None = None
     gate: str = ""
     norm: Norm | None = None
-    total: Total | None = None  # if there is a residual
+    total: ResidualSum | None = None  # if there is a residual
 
     @property
     def n_out(self) -> int:
@@ -311,7 +311,7 @@ def cuda_gemv(
     if not isinstance(chain, Chain) or not chain.fits(link):
         chain = Chain(finished(x))
     if norm is not None and norm.residual is not None:
-        link = link._replace(total=Total(empty(x.shape, dtype=x.dtype, device=x.device)))
+        link = link._replace(total=ResidualSum(empty(x.shape, dtype=x.dtype, device=x.device)))
     chain = Chain(chain.x, (*chain.links, link))
     out: Deferred = Deferred(chain)
     total: Result = x

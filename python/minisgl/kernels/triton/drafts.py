@@ -18,7 +18,7 @@ BASE = tl.constexpr(1 << 16)  # larger than every position that is searched
 
 
 @triton.jit(do_not_specialize=["num_samples", "stride_history"])
-def _settle(
+def _verify(
     out_ptr, ids_ptr, draft_index_ptr, rows_ptr, cu_query_lens_ptr, lengths_ptr, history_ptr, last_token_ptr,
     confirmed_ptr, num_samples, stride_history, BLOCK: tl.constexpr,
 ):  # fmt: skip
@@ -32,8 +32,8 @@ def _settle(
         token = tl.load(out_ptr + first + offs, mask=offs < width, other=0)
         is_finite = tl.load(out_ptr + num_samples + first + offs, mask=offs < width, other=0) != 0
         draft = tl.load(ids_ptr + first + offs + 1, mask=offs + 1 < width, other=0)
-        is_right = (token == draft) & is_finite & (offs + 1 < width)
-        count = tl.min(tl.where(is_right, BLOCK, offs), 0) + 1
+        is_accepted = (token == draft) & is_finite & (offs + 1 < width)
+        count = tl.min(tl.where(is_accepted, BLOCK, offs), 0) + 1
         tl.store(confirmed_ptr + first + offs, (offs < count).to(tl.int32), mask=offs < width)
         history_ptr += row * stride_history
         tl.store(history_ptr + length - 1, tl.load(ids_ptr + first))  # the host may not have known it
@@ -42,7 +42,7 @@ def _settle(
         tl.store(last_token_ptr + row, tl.sum(tl.where(offs == count - 1, token, 0), 0))
 
 
-def settle(
+def verify(
     out: Tensor,
     ids: Tensor,
     draft_index: Tensor,
@@ -53,14 +53,14 @@ def settle(
     last_token: Tensor,
     confirmed: Tensor,
 ) -> None:
-    """Confirm the tokens of a step's first sequences as `Drafting.settle` does, without drafting.
+    """Confirm the tokens of a step's first sequences as `Drafting.verify` does, without drafting.
 
     out [2 or more, S] int32 has, for each token of these sequences in order, the sampled token and whether its logits
     were finite. ids [T] and cu_query_lens [B + 1] are those of the step. rows and draft_index are [B] int32; the latter
     is negative where a row does not draft. For rows that do, it writes lengths, history, last_token, and their entries
     of `confirmed` [S].
     """
-    _settle[(len(cu_query_lens) - 1,)](
+    _verify[(len(cu_query_lens) - 1,)](
         out, ids, draft_index, rows, cu_query_lens, lengths, history, last_token, confirmed,
         out.stride(0), history.stride(0), BLOCK=BLOCK_DRAFTS, num_warps=1,
     )  # fmt: skip

@@ -25,8 +25,8 @@ HEAD: Final = 4  # words
 ROW, ID, DRAFT_INDEX, POSITION = range(4)
 FLAGS, MASK_INDEX, TOKEN = range(4, 7)  # of what is sampled; TOKEN is its index into the step's tokens
 FIRST: Final = 4  # of a sequence: the index of its first token
-END: Final = 7  # of a placed entry: the position after it
-PLACED: Final = 8  # columns
+END: Final = 7  # of an entry: the position after it
+INPUTS: Final = 8  # columns
 MAX_BLOCK: Final = 1024
 
 _WRITE_WORDS, _STATE_WORDS = tl.constexpr(words(PAGE_WRITE)), tl.constexpr(words(ROW_STATE))
@@ -51,9 +51,9 @@ class Counts(NamedTuple):
         "stride_table", "stride_out_loc", "stride_drafts",
     ]
 )  # fmt: skip
-def _place(
+def _prepare_inputs(
     ring_ptr, step_ptr, page_table_ptr, row_table_ptr, last_token_ptr, lengths_ptr, drafts_ptr,
-    placed_ptr, rows_ptr, out_loc_ptr,
+    inputs_ptr, rows_ptr, out_loc_ptr,
     stride_ring, samples, sequences, tokens, at_sequences, at_tokens, stride, num_rows, stride_table, stride_out_loc,
     stride_drafts,
     HEAD: tl.constexpr, PAGE_SIZE: tl.constexpr, GROUPS: tl.constexpr, BLOCK: tl.constexpr, RING: tl.constexpr,
@@ -97,7 +97,7 @@ def _place(
         at = tl.where(
             i < samples, i, tl.where(i < first_token, i - samples + at_sequences, i - first_token + at_tokens)
         )
-        ptrs = placed_ptr + at
+        ptrs = inputs_ptr + at
         tl.store(ptrs, row, mask=mask)
         tl.store(ptrs + stride, tl.where(token >= 0, token, tl.where(draft_index > 0, draft, newest)), mask=mask)
         tl.store(ptrs + 2 * stride, draft_index, mask=mask)
@@ -116,7 +116,7 @@ def _place(
     tl.store(step_ptr, step + 1)
 
 
-def place(
+def prepare_inputs(
     ring: Tensor,
     step: Tensor,
     page_tables: Tensor,
@@ -124,7 +124,7 @@ def place(
     last_token: Tensor,
     lengths: Tensor,
     drafts: Tensor,
-    placed: Tensor,
+    inputs: Tensor,
     sample_rows: Tensor,
     out_loc: Tensor,
     counts: Counts,
@@ -135,12 +135,12 @@ def place(
 
     ring [RING, n] int32; step [1] int32; page_tables [groups, rows, W], row_table [rows, words of ROW], last_token
     [rows], int32. `lengths` [rows] and `drafts` [rows, D] are those of `Drafting`; they are read for entries with
-    drafts. Written: placed [PLACED, sum of room] int32, the entries with their true positions and tokens; sample_rows
+    drafts. Written: inputs [INPUTS, sum of room] int32, the entries with their true positions and tokens; sample_rows
     [S] int64; out_loc [groups, T] int64.
     """
-    _place[(1,)](
-        ring, step, page_tables, row_table, last_token, lengths, drafts, placed, sample_rows, out_loc,
-        ring.stride(0), *counts, room.samples, room.samples + room.sequences, placed.stride(0), len(last_token),
+    _prepare_inputs[(1,)](
+        ring, step, page_tables, row_table, last_token, lengths, drafts, inputs, sample_rows, out_loc,
+        ring.stride(0), *counts, room.samples, room.samples + room.sequences, inputs.stride(0), len(last_token),
         page_tables.stride(1), out_loc.stride(0), drafts.stride(0),
         HEAD=HEAD, PAGE_SIZE=page_size, GROUPS=len(page_tables), BLOCK=_block(sum(counts), MAX_BLOCK), RING=RING,
         num_warps=8,

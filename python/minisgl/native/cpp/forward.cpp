@@ -110,7 +110,7 @@ class Decoder : public Model {
             if (is_plain(sampled_[i]) && !(sampled_[i].flags & kDrafts)) s_.last_token[sampled_[i].row] = tokens[i];
     }
 
-    void settle(const StepPlan& plan, const int32_t* tokens, const int32_t* finite, int32_t* confirmed,
+    void verify(const StepPlan& plan, const int32_t* tokens, const int32_t* finite, int32_t* confirmed,
                 int32_t* ready) override {
         for (int64_t i = 0, column = 0; i < plan.num_slots; ++i) {
             const Slot& slot = plan.slots[i];
@@ -118,12 +118,12 @@ class Decoder : public Model {
             const int64_t first = column, count = slot.flags & kDrafts ? slot.stop - slot.start : 1;
             column += count;
             if (!(slot.flags & kDrafts)) continue;
-            int64_t right = 0;
-            while (right + 1 < count && tokens[first + right] == drafts(slot.row)[right] && finite[first + right])
-                ++right;
-            std::fill(confirmed + first + right + 1, confirmed + column, 0);
-            s_.lengths[slot.row] += (int32_t)right + 1;
-            s_.last_token[slot.row] = tokens[first + right];
+            int64_t accepted = 0;
+            while (accepted + 1 < count && tokens[first + accepted] == drafts(slot.row)[accepted] && finite[first + accepted])
+                ++accepted;
+            std::fill(confirmed + first + accepted + 1, confirmed + column, 0);
+            s_.lengths[slot.row] += (int32_t)accepted + 1;
+            s_.last_token[slot.row] = tokens[first + accepted];
             ready[first] = drafter_ && !(slot.flags & kMasked) ? kMaxDrafts : 0;
         }
     }
@@ -167,7 +167,7 @@ class Decoder : public Model {
     }
     int32_t* drafts(int64_t row) const { return s_.drafts + row * kMaxDrafts; }
 
-    // Apply the plan's page writes and row states. Doing so twice before `settle` changes nothing.
+    // Apply the plan's page writes and row states. Doing so twice before `verify` changes nothing.
     void apply(const StepPlan& plan) {
         for (int64_t i = 0; i < plan.num_page_writes; ++i) {
             const PageWrite& w = plan.page_writes[i];
@@ -529,9 +529,9 @@ void minisgl_step(void* model, const StepPlan* plan, int32_t* tokens, int32_t* f
     static_cast<Model*>(model)->step(*plan, tokens, finite);
 }
 // Confirm the drafts of a step: `confirmed` [S] has ones, which become 0 after a rejected draft.
-void minisgl_settle(void* model, const StepPlan* plan, const int32_t* tokens, const int32_t* finite, int32_t* confirmed,
+void minisgl_verify(void* model, const StepPlan* plan, const int32_t* tokens, const int32_t* finite, int32_t* confirmed,
                     int32_t* ready) {
-    static_cast<Model*>(model)->settle(*plan, tokens, finite, confirmed, ready);
+    static_cast<Model*>(model)->verify(*plan, tokens, finite, confirmed, ready);
 }
 // Make draft `number` of the step's slots that have so many, and return the number of these slots. The caller samples
 // those with flags that `minisgl_step` does not sample, from the logits.

@@ -98,7 +98,7 @@ __device__ __forceinline__ void copy_all(const Arguments &a, Shared &s) {
     auto query = [&](int seq, int head, int slot) {
         copy(address(s.query[slot]), a.q + (long long)seq * a.stride_q + head * GROUP * DIM, QUERY_BYTES, address(&s.full[slot]));
     };
-    auto settle = [&] {
+    auto wait_once = [&] {
         if (has_waited) return;
         wait_for_predecessor();
         has_waited = true;
@@ -117,14 +117,14 @@ __device__ __forceinline__ void copy_all(const Arguments &a, Shared &s) {
             const int after = begin + TILE < stop ? table[(begin + TILE) / PAGE] : 0;
             const int slot = issued % STAGES;
             if (issued >= STAGES) {
-                settle();
+                wait_once();
                 wait(address(&s.empty[slot]), (issued / STAGES - 1) & 1);
             }
             const u32 full = address(&s.full[slot]);
             const bool is_first = begin == p.begin;
             s.tiles[slot] = {p.seq, head, begin, stop, p.length, p.first_split, p.parts, is_first};
             expect(full, 2 * TILE_BYTES + 2 * SCALE_BYTES + (is_first ? QUERY_BYTES : 0));
-            if (begin + TILE >= p.length || (is_first && issued)) settle();
+            if (begin + TILE >= p.length || (is_first && issued)) wait_once();
             const int row = head * PAGE + begin % PAGE;
             const float *scale = a.kv_scale + page * a.stride_scale + row;
             copy_tile(address(s.stages[slot].data), a.pages, row, page, full, policy);
@@ -135,7 +135,7 @@ __device__ __forceinline__ void copy_all(const Arguments &a, Shared &s) {
             page = after;
             if (!is_first) continue;
             if (num_splits > SPLITS) {  // every layer draws one ticket per split and KV head
-                settle();
+                wait_once();
                 const int ticket = (int)(atomicAdd((u32 *)a.work + 3, 1u) % (u32)(num_splits * HEADS));
                 next = SPLITS + ticket / HEADS, next_head = ticket % HEADS, has_next = next < num_splits;
             }
@@ -144,7 +144,7 @@ __device__ __forceinline__ void copy_all(const Arguments &a, Shared &s) {
         p = following;
         if (num_splits > SPLITS) head = next_head, remaining = has_next ? p.remaining : 0;
     }
-    settle();
+    wait_once();
     const int slot = issued % STAGES;
     if (issued >= STAGES) wait(address(&s.empty[slot]), (issued / STAGES - 1) & 1);
     s.tiles[slot].seq = -1;
