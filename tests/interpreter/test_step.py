@@ -14,7 +14,7 @@ PAGE, ROWS, WIDTH, DRAFTS = 4, 7, 5, 4
 
 
 @pytest.mark.parametrize("counts", [(2, 3, 5), (700, 3, 900)], ids=["one block", "two blocks"])
-def test_place_finds_what_only_the_device_knows(counts: tuple[int, int, int]):
+def test_inputs_have_what_only_the_device_knows(counts: tuple[int, int, int]):
     rng = np.random.default_rng(0)
     parts, room = step.Counts(*counts), step.Counts(*(count + 4 for count in counts))
     ring = torch.full((RING, parts.words + 400), 99, dtype=torch.int32)  # from an earlier step

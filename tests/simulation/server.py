@@ -152,8 +152,8 @@ class SimulatedServer:
         self.schedulers: dict[str, Scheduler] = {}  # of the replicas' newest incarnations, by the name of the process
         self.checks_steps = True
         engine = make_engine()
-        for place in range(args.dp):
-            self._add_replica(place, place)
+        for index in range(args.dp):
+            self._add_replica(index, index)
         addrs = {DETOKENIZER: args.zmq_detokenizer_addr}
         if args.num_tokenizer:
             addrs |= {f"minisgl-tokenizer-{i}": addr for i, addr in enumerate(args.zmq_tokenizer_addrs)}
@@ -179,10 +179,10 @@ class SimulatedServer:
         process.on_end = lambda: self.world.loop.readers.get(process.sentinel, lambda: None)()
         return process
 
-    def _add_replica(self, place: int, incarnation: int) -> str:
+    def _add_replica(self, index: int, incarnation: int) -> str:
         """A scheduler in a process that is not started; return its name."""
         args = replace(self.args, incarnation=incarnation)
-        name = SCHEDULER if args.dp == 1 else f"minisgl-DP{place}-TP0-scheduler"
+        name = SCHEDULER if args.dp == 1 else f"minisgl-DP{index}-TP0-scheduler"
         self._add(name, partial(self._run_scheduler, name, args))
         engine = self.make_engine()
         grammars = PatientGrammars(FakeCompiler(engine.vocab), self.compiling)
@@ -196,13 +196,13 @@ class SimulatedServer:
             scheduler._check = None
         return name
 
-    def _replica_children(self, place: int, incarnation: int) -> list[Child]:
+    def _replica_children(self, index: int, incarnation: int) -> list[Child]:
         def start() -> None:
-            self._add_replica(place, incarnation)
+            self._add_replica(index, incarnation)
             self.processes[name].is_ready = False
             self.processes[name].start()
 
-        name = f"minisgl-DP{place}-TP0-scheduler"
+        name = f"minisgl-DP{index}-TP0-scheduler"
         return [Child(name, start, (), {})]
 
     @contextlib.contextmanager

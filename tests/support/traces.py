@@ -64,7 +64,7 @@ class Harness:
         self,
         prompt: Sequence[int],
         max_tokens: int | None = 8,
-        place: int = 0,
+        child_index: int = 0,
         system_tokens: int = 0,
         **params: object,
     ) -> int:
@@ -72,7 +72,7 @@ class Harness:
         sampling = SamplingParams(max_tokens=max_tokens, temperature=0.0, **params)  # type: ignore[arg-type]
         self.requests[uid] = (list(prompt), sampling)
         self.outputs[uid] = []
-        known = {"input_ids": ids_to_bytes(prompt), "place": place, "system_tokens": system_tokens}
+        known = {"input_ids": ids_to_bytes(prompt), "child_index": child_index, "system_tokens": system_tokens}
         self.io.inbox.append(UserMsg(uid=uid, sampling_params=sampling, **known))
         return uid
 
@@ -231,8 +231,8 @@ def run_random_trace(
                 text = "bad" if rng.random() < 0.1 else f"{rng.randrange(9)} {rng.choice((1, 3, 12, 99))}"
                 wanted["grammar"] = Grammar("regex", text)
             prompt = (head + tail)[: max_len - (max_tokens or 1)] or [1]
-            place = len(h.requests) % 5
-            h.add(prompt, max_tokens, place, ignore_eos=rng.random() < 0.3, stop_token_ids=stops, **wanted)
+            child_index = len(h.requests) % 5
+            h.add(prompt, max_tokens, child_index, ignore_eos=rng.random() < 0.3, stop_token_ids=stops, **wanted)
         if h.requests and rng.random() < 0.3:
             h.abort(rng.randrange(len(h.requests)))
         if damage and rng.random() < damage:

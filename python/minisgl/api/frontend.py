@@ -277,7 +277,7 @@ class FrontendManager:
         Raises `RequestError`: 503 if the server drains or has failed, 429 if too many requests are open.
         """
         self._require_capacity(len(messages))
-        numbered = [msgspec.structs.replace(m, uid=next(self._uids), place=i) for i, m in enumerate(messages)]
+        numbered = [msgspec.structs.replace(m, uid=next(self._uids), child_index=i) for i, m in enumerate(messages)]
         submission = Submission(self, numbered, n)
         self._submissions.update({m.uid: submission for m in numbered})
         try:

@@ -50,8 +50,8 @@ class Replica:
     accepts_requests: bool = True
     queued: int = 0  # the sum over `requests`
     requests: dict[int, Routed] = field(default_factory=dict)  # by uid
-    prefixes: dict[int, int] = field(default_factory=dict)  # hash of a cached prefix -> place
-    costs: list[float] = field(default_factory=list)  # by place: the cost of loading a page, in pages to compute
+    prefixes: dict[int, int] = field(default_factory=dict)  # hash of a cached prefix -> its location
+    costs: list[float] = field(default_factory=list)  # by location: the cost of loading a page, in pages to compute
     page_size: int = 1 << 30  # unknown until its first `PrefixesMsg`
     stats: StatsMsg = field(default_factory=StatsMsg)
 
@@ -111,7 +111,7 @@ class Router:
             message = "no replica is left to serve this request; try again later"
             if routed.deaths >= MAX_DEATHS:
                 message = f"{MAX_DEATHS} replicas have died while they served this request; it may be the cause"
-            elif (target := self._place(routed, now)) is not None:
+            elif (target := self._assign(routed, now)) is not None:
                 moved.append((target, msgspec.structs.replace(routed.msg, output_ids=bytes(routed.output))))
                 self.moved += 1
                 continue
@@ -123,7 +123,7 @@ class Router:
 
     def route(self, msg: UserMsg, now: float) -> int | None:
         """Choose the incarnation that serves a new request and return it; None if there is no replica."""
-        return self._place(Routed(msg, -1, 0), now)
+        return self._assign(Routed(msg, -1, 0), now)
 
     def abort(self, uid: int) -> Sequence[int]:
         """Return the incarnations that may serve `uid`: all, if a stop string has ended its answer here already."""
@@ -151,7 +151,7 @@ class Router:
         if reply.finish_reason in (FinishReason.STOP, FinishReason.LENGTH):
             self._answer_tokens += (1 - MEMORY) * (reply.completion_tokens - self._answer_tokens)
 
-    def _place(self, routed: Routed, now: float) -> int | None:
+    def _assign(self, routed: Routed, now: float) -> int | None:
         """Assign a request to the replica where it costs least, and return its incarnation."""
         msg = routed.msg
         ids = ids_from_bytes(msg.input_ids + bytes(routed.output))
@@ -184,9 +184,9 @@ class Router:
         """Apply the changes of a replica's cache."""
         if (replica := self.replicas.get(msg.incarnation)) is not None:
             replica.page_size, replica.costs = msg.page_size, msg.costs
-            hashes, places = np.frombuffer(msg.hashes, np.uint64), np.frombuffer(msg.places, np.int8)
-            replica.prefixes.update(zip(hashes.tolist(), places.tolist(), strict=True))
-            for gone in hashes[places < 0].tolist():
+            hashes, locations = np.frombuffer(msg.hashes, np.uint64), np.frombuffer(msg.locations, np.int8)
+            replica.prefixes.update(zip(hashes.tolist(), locations.tolist(), strict=True))
+            for gone in hashes[locations < 0].tolist():
                 del replica.prefixes[gone]
 
     def note_stats(self, msg: StatsMsg, now: float) -> None:

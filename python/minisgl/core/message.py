@@ -144,12 +144,12 @@ class EngineView(msgspec.Struct, tag="view", frozen=True, kw_only=True):
 class TokenizeMsg(msgspec.Struct, tag="tokenize", frozen=True, kw_only=True, omit_defaults=True):
     """A validated request on its way to the engine. Exactly one of `text`, `messages`, `input_ids` is set.
 
-    `place` is its number among the prompts and choices of one HTTP request: higher numbers wait longer. `param` is the
-    field that has the prompt, for errors.
+    `child_index` counts the prompts and choices of one HTTP request: higher ones wait longer. `param` is the field that
+    has the prompt, for errors.
     """
 
     uid: int
-    place: int = 0
+    child_index: int = 0
     sampling_params: SamplingParams
     text: str | None = None
     messages: list[dict[str, Any]] | None = None  # for the chat template
@@ -275,7 +275,8 @@ class UserMsg(msgspec.Struct, tag="user", frozen=True, kw_only=True, omit_defaul
     uid: Annotated[int, msgspec.Meta(ge=0, le=2**63 - 1)]
     input_ids: bytes
     sampling_params: SamplingParams
-    place: Annotated[int, msgspec.Meta(ge=0, le=2**31 - 1)] = 0  # as of `TokenizeMsg`
+    # As of `TokenizeMsg`; records have the old name.
+    child_index: Annotated[int, msgspec.Meta(ge=0, le=2**31 - 1)] = msgspec.field(default=0, name="place")
     output_ids: bytes | None = None
     system_tokens: Annotated[int, msgspec.Meta(ge=0, le=2**31 - 1)] = 0
 
@@ -384,14 +385,14 @@ class StatsMsg(msgspec.Struct, tag="stats", frozen=True, kw_only=True):
 class PrefixesMsg(msgspec.Struct, tag="prefixes", frozen=True, kw_only=True):
     """Changes of the prefixes of whole pages in a scheduler's cache since its last message.
 
-    `hashes` are uint64 bytes (`kvcache/prefixes.py`). `places` has a byte for each: 0 for the device, more for a tier,
-    -1 if it is gone. `costs` has the cost of loading a page from each place, in pages to compute; 0 for the device.
+    `hashes` are uint64 bytes (`kvcache/prefixes.py`). `locations` has a byte for each: 0 for the device, more for a
+    tier, -1 if it is gone. `costs` has the cost of loading a page from each location, in pages to compute.
     """
 
     page_size: int
     costs: list[float]
     hashes: bytes
-    places: bytes
+    locations: bytes
     incarnation: int = 0
 
 

@@ -154,9 +154,9 @@ def draft_columns(plan: BatchPlan, draft_index: Ints, device: Device) -> DraftCo
 def make_sampling(plan: BatchPlan, index: npt.NDArray[np.intp], device: Device) -> Sampling:
     """Upload the sampling inputs of the sequences `index`, counted among those of a plan that sample."""
     slots = plan.slots[(plan.slots["flags"] & Flag.SAMPLES) != 0]
-    places = mask_index(slots["flags"])
+    mask_indices = mask_index(slots["flags"])
     slots = slots[index]
-    arrays = device.upload(slots["row"], slots["stop"], slots["flags"], places[index])
+    arrays = device.upload(slots["row"], slots["stop"], slots["flags"], mask_indices[index])
     return _sampling(arrays, int(np.bitwise_or.reduce(slots["flags"], initial=0)), None)
 
 

@@ -149,7 +149,7 @@ class PrefixCache(ABC):
         """Make the next `pop_changes` return all cached prefixes, and later calls only the changes."""
 
     def pop_changes(self) -> dict[int, int]:
-        """Return the prefixes whose place has changed since the last call; none before `track_changes`.
+        """Return the prefixes whose location has changed since the last call; none before `track_changes`.
 
         Keys are prefix hashes (`kvcache/prefixes.py`). Values are 0 for the device, i for `tiers[i - 1]`, and -1 for an
         evicted prefix.

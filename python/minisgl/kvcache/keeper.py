@@ -22,7 +22,7 @@ if TYPE_CHECKING:
 
 
 class TierKeeper:
-    """The one writer of the places of nodes: slots of tiers, the moves to and from them, and damaged pages.
+    """The one writer of the locations of nodes: slots of tiers, the moves to and from them, and damaged pages.
 
     It reports each change to the router's feed.
     """
@@ -34,49 +34,49 @@ class TierKeeper:
         self._feed = feed
         self._moves: list[Records] = []
         self._num_stored = 0  # about how many of the pages that are evicted next are in tiers
-        for place, tier in enumerate(self.tiers, 1):
-            self._restore(place, tier)
+        for location, tier in enumerate(self.tiers, 1):
+            self._restore(location, tier)
 
-    # -- places
+    # -- locations
 
-    def put(self, node: Node, place: int, ids: Ints) -> None:
-        """Set the page ids or slots of `node` in `place`; NOWHERE if it has left."""
-        before = node.place
-        self._tree.put(node, place, ids)
-        if node.place != before:
-            self._feed.report(node, node.place)
+    def put(self, node: Node, location: int, ids: Ints) -> None:
+        """Set the page ids or slots of `node` in `location`; NOWHERE if it has left."""
+        before = node.location
+        self._tree.put(node, location, ids)
+        if node.location != before:
+            self._feed.report(node, node.location)
 
-    def remove(self, node: Node, place: int) -> None:
-        """Remove the pages of `node` from `place`; if no place has them, remove the node and its subtree."""
-        if place == DEVICE:
+    def remove(self, node: Node, location: int) -> None:
+        """Remove the pages of `node` from `location`; if no location has them, remove the node and its subtree."""
+        if location == DEVICE:
             self._num_stored = max(0, self._num_stored - node.length)
         else:
-            self.tiers[place - 1].free(node.places[place])
-        self.put(node, place, NOWHERE)
+            self.tiers[location - 1].free(node.locations[location])
+        self.put(node, location, NOWHERE)
         # Pages below are in tiers, and no walk can reach them any more.
-        for edge in reversed(subtree(node)) if node.place < 0 else ():
+        for edge in reversed(subtree(node)) if node.location < 0 else ():
             self._feed.report(edge, -1)
             for other, tier in enumerate(self.tiers, 1):
-                tier.free(edge.places[other])
+                tier.free(edge.locations[other])
             self._tree.remove(edge)
 
     # -- moves
 
-    def store(self, node: Node, place: int) -> int:
+    def store(self, node: Node, location: int) -> int:
         """Store a node's pages in a tier, where only older ones are evicted for them; return how many were stored."""
-        tier = self.tiers[place - 1]
-        if len(node.places[place]) or node.is_hidden or node.length > tier.spec.num_slots:
+        tier = self.tiers[location - 1]
+        if len(node.locations[location]) or node.is_hidden or node.length > tier.spec.num_slots:
             return 0
-        while tier.free_size < node.length and (old := self._tree.pop_oldest(place)) is not None:
+        while tier.free_size < node.length and (old := self._tree.pop_oldest(location)) is not None:
             if old.timestamp > node.timestamp:
-                self._tree.push(old, place)
+                self._tree.push(old, location)
                 return 0
-            self.remove(old, place)
+            self.remove(old, location)
         if tier.free_size < node.length:
             return 0
         slots = tier.allocate(self._names(node), self._name_before(node), node.salt, node.key)
-        self._move(node, place, node.pages, slots, STORE)
-        self.put(node, place, slots)
+        self._move(node, location, node.pages, slots, STORE)
+        self.put(node, location, slots)
         return node.length
 
     def load(self, node: Node, pages: Ints) -> None:
@@ -85,9 +85,9 @@ class TierKeeper:
             if len(edge.pages):
                 continue
             targets, pages = pages[: edge.length], pages[edge.length :]
-            place = edge.place
-            self._move(edge, place, targets, edge.places[place], LOAD)
-            self.tiers[place - 1].loaded_pages += edge.length
+            location = edge.location
+            self._move(edge, location, targets, edge.locations[location], LOAD)
+            self.tiers[location - 1].loaded_pages += edge.length
             self.put(edge, DEVICE, targets)
             edge.is_loaded = True
         assert not len(pages), f"load() was given {len(pages)} pages too many"
@@ -95,7 +95,7 @@ class TierKeeper:
     def write_back(self, num_pages: int, *, lasting: bool) -> int:
         """See `PrefixCache.write_back`."""
         count = 0
-        for place, tier in enumerate(self.tiers, 1):
+        for location, tier in enumerate(self.tiers, 1):
             lasts = tier.spec.lasts
             for node in self._tree.nodes() if lasts or not lasting else ():
                 # In a full tier, two nodes could replace each other forever. So a lasting tier takes each node once
@@ -104,7 +104,7 @@ class TierKeeper:
                 if is_wanted and len(node.pages) and count < num_pages:
                     self._tree.trim(node, num_pages - count)
                     node.tried_at = node.timestamp if lasts else node.tried_at
-                    count += self.store(node, place)
+                    count += self.store(node, location)
         return count
 
     def pop_moves(self, num_next: int, max_stores: int) -> Records:
@@ -118,19 +118,19 @@ class TierKeeper:
             oldest.append(node)
             for edge in reversed(self._tree.path(node)):  # unlocked ancestors are evicted next
                 if self._num_stored < num_next and max_stores > 0 and edge.ref_count == 0:
-                    if not all(map(len, edge.places)):
+                    if not all(map(len, edge.locations)):
                         self._tree.trim(edge, min(num_next - self._num_stored, max_stores))
-                        max_stores -= max(self.store(edge, place) for place in range(1, len(edge.places)))
+                        max_stores -= max(self.store(edge, location) for location in range(1, len(edge.locations)))
                     self._num_stored += edge.length
         for node in oldest:
             self._tree.push(node, DEVICE)
         moves, self._moves = self._moves, []
         return np.concatenate(moves) if moves else NO_MOVES
 
-    def _move(self, node: Node, place: int, pages: Ints, slots: Ints, kind: int) -> None:
+    def _move(self, node: Node, location: int, pages: Ints, slots: Ints, kind: int) -> None:
         moves = np.empty(node.length, MOVE)
         moves["page"], moves["slot"], moves["name"] = pages, slots, self._names(node)
-        moves["tier"], moves["kind"] = self.tiers[place - 1].number, kind
+        moves["tier"], moves["kind"] = self.tiers[location - 1].number, kind
         self._moves.append(moves)
 
     # -- damage
@@ -150,10 +150,10 @@ class TierKeeper:
                 self._feed.report(edge, -1)
             self._tree.hide(top)
             for edge in reversed(nodes):
-                for place, tier in enumerate(self.tiers, 1):
-                    if lost := len(edge.places[place]):
+                for location, tier in enumerate(self.tiers, 1):
+                    if lost := len(edge.locations[location]):
                         tier.lost_pages += lost
-                        self.remove(edge, place)
+                        self.remove(edge, location)
         return top is not None
 
     # -- names, by which a tier recognizes its pages
@@ -176,7 +176,7 @@ class TierKeeper:
         assert parent is not None
         return int(parent.names[-1]) if parent.depth else 0
 
-    def _restore(self, place: int, tier: Tier) -> None:
+    def _restore(self, location: int, tier: Tier) -> None:
         """Add the pages that the tier has kept. A run of pages without branches becomes one edge."""
         found = tier.restore()
         kept: list[int] = []
@@ -190,12 +190,12 @@ class TierKeeper:
                 node = self._tree.add(parent, np.concatenate([page.tokens for page in run]), first.salt)
                 node.names = np.array([page.name for page in run], np.int64)
                 slots = [page.slot for page in run]
-                self.put(node, place, np.array(slots, np.int32))
+                self.put(node, location, np.array(slots, np.int32))
                 kept += slots
                 todo.append((node, run[-1].name))
         tier.claim(kept)
 
     def check(self) -> None:
         """Raise `InvariantError` unless each slot is free or in the tree, and only once."""
-        for place, tier in enumerate(self.tiers, 1):
-            tier.check(self._tree.ids(place))
+        for location, tier in enumerate(self.tiers, 1):
+            tier.check(self._tree.ids(location))

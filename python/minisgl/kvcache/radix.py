@@ -83,8 +83,8 @@ class RadixCache(PrefixCache):
     def evict(self, num_pages: int) -> Ints:
         return self._evict(num_pages, range(1, 1 + len(self.tiers)))
 
-    def _evict(self, num_pages: int, places: Sequence[int]) -> Ints:
-        """Evict at least `num_pages` pages, if there are so many, and store them in the tiers `places`; return them."""
+    def _evict(self, num_pages: int, locations: Sequence[int]) -> Ints:
+        """Evict at least `num_pages` pages, if there are so many, store them in `locations`, and return them."""
         freed = [NOWHERE]
         count = 0
         while count < num_pages and (node := self.tree.pop_oldest(DEVICE)) is not None:
@@ -94,16 +94,16 @@ class RadixCache(PrefixCache):
             else:
                 self.tree.trim(node, num_pages - count)
                 freed.append(node.pages)
-                for place in places:
-                    self._keeper.store(node, place)
+                for location in locations:
+                    self._keeper.store(node, location)
                 self._keeper.remove(node, DEVICE)
             count += len(freed[-1])
         return np.concatenate(freed)
 
     def reset(self) -> Ints:
-        for place in range(1, 1 + len(self.tiers)):
-            while (node := self.tree.pop_oldest(place)) is not None:
-                self._keeper.remove(node, place)
+        for location in range(1, 1 + len(self.tiers)):
+            while (node := self.tree.pop_oldest(location)) is not None:
+                self._keeper.remove(node, location)
         return self._evict(self.evictable_size, ())
 
     # -- tiers

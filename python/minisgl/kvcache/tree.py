@@ -1,7 +1,7 @@
 """The radix tree of cached prefixes, in host integers. An edge has one or more whole pages.
 
-The pages of an edge are in one or more *places*, and have an id in each. Place 0 is the device's pool. The tree treats
-all other places alike: it holds their ids, and orders what is evicted from each. `keeper.py` knows what they are.
+The pages of an edge are in one or more *locations*, and have an id in each. Location 0 is the device's pool, the others
+are tiers. The tree treats all tiers alike: it keeps the ids, and orders what is evicted from each.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ if TYPE_CHECKING:
     from minisgl.kvcache.prefixes import Hashes
     from minisgl.kvcache.tiers import Names
 
-DEVICE: Final = 0  # the place of pages that steps can read
+DEVICE: Final = 0  # the location of pages that steps can read
 NOWHERE: Final = np.empty(0, np.int32)
 NO_NAMES: Final = np.empty(0, np.int64)
 NO_HASHES: Final = np.empty(0, np.uint64)
@@ -52,9 +52,9 @@ class Node:
     depth: int  # pages from the root up to and including this edge
     parent: Node | None  # None for the root, and after removal
     timestamp: int  # step of the last use of this node or of a node below
-    places: list[Ints]  # for each place, the ids of the pages there, int32 [length], or NOWHERE
-    below: list[int]  # for each place, the number of children with pages there
-    is_candidate: list[bool]  # for each place, whether the node has an entry in the eviction queue
+    locations: list[Ints]  # for each location, the ids of the pages there, int32 [length], or NOWHERE
+    below: list[int]  # for each location, the number of children with pages there
+    is_candidate: list[bool]  # for each location, whether the node has an entry in the eviction queue
     children: dict[bytes, Node] = field(default_factory=dict)
     ref_count: int = 0  # locks on this node or below
     is_hidden: bool = False  # no walk finds this node, which is freed once unlocked
@@ -67,13 +67,13 @@ class Node:
 
     @property
     def pages(self) -> Ints:
-        """The page ids on the device; empty if the edge is only in other places."""
-        return self.places[DEVICE]
+        """The page ids on the device; empty if the edge is only in other locations."""
+        return self.locations[DEVICE]
 
     @property
-    def place(self) -> int:
-        """The first place that has the pages; -1 if none has."""
-        return next((place for place, ids in enumerate(self.places) if len(ids)), -1)
+    def location(self) -> int:
+        """The first location that has the pages; -1 if none has."""
+        return next((location for location, ids in enumerate(self.locations) if len(ids)), -1)
 
     @property
     def salt(self) -> bytes:
@@ -98,28 +98,28 @@ def subtree(top: Node) -> list[Node]:
 
 
 class PrefixTree:
-    """Nodes, their locks, and the order in which they leave each place.
+    """Nodes, their locks, and the order in which they leave each location.
 
     `now` is the step that is recorded at each use. `sizes` are the numbers of pages on the device that are evictable
     and that are locked.
 
     Invariants (checked by `check`): a node's ref_count is the number of locks at or below it, hence never smaller than
-    a child's; siblings differ in their first page; every page id appears once; a node is in at least one place, and on
-    the device only if its parent is; `sizes` add up to the pages on the device; a parent's timestamp is never older
+    a child's; siblings differ in their first page; every page id appears once; a node has at least one location, and is
+    on the device only if its parent is; `sizes` add up to the pages on the device; a parent's timestamp is never older
     than a child's.
     """
 
-    def __init__(self, page_size: int, num_places: int) -> None:
+    def __init__(self, page_size: int, num_locations: int) -> None:
         self.page_size = page_size
         self.now = 0
         self.sizes = [0, 0]
         self.num_nodes = 0
-        places, below, is_candidate = [NOWHERE] * num_places, [0] * num_places, [False] * num_places
-        self.root = Node(b"", NOWHERE, 0, 0, None, 0, places, below, is_candidate, ref_count=1)  # never evicted
-        # An eviction queue of (timestamp, serial, node) for each place. A node has at most one entry, which is pushed
+        locations, below, is_candidate = [NOWHERE] * num_locations, [0] * num_locations, [False] * num_locations
+        self.root = Node(b"", NOWHERE, 0, 0, None, 0, locations, below, is_candidate, ref_count=1)  # never evicted
+        # An eviction queue of (timestamp, serial, node) for each location. A node has at most one entry, pushed
         # when the node is unlocked and has no children there, and checked again when popped. Entries may be stale
         # (locked, extended, used), but none is missing.
-        self._candidates: list[list[tuple[int, int, Node]]] = [[] for _ in range(num_places)]
+        self._candidates: list[list[tuple[int, int, Node]]] = [[] for _ in range(num_locations)]
         self._serial = 0
 
     # -- reading
@@ -161,33 +161,33 @@ class PrefixTree:
         """Return the page ids of the prefix, int32 [node.depth]; -i for a page that is not on the device but in i."""
         parts = [NOWHERE]
         for edge in self.path(node):
-            parts.append(edge.pages if edge.place == DEVICE else np.full(edge.length, -edge.place, np.int32))
+            parts.append(edge.pages if edge.location == DEVICE else np.full(edge.length, -edge.location, np.int32))
         return np.concatenate(parts)
 
     def nodes(self) -> list[Node]:
         """Return all nodes but the root, parents first."""
         return subtree(self.root)[1:]
 
-    def ids(self, place: int) -> list[int]:
-        """Return all ids in `place`, in any order."""
-        return [i for node in self.nodes() for i in node.places[place].tolist()]
+    def ids(self, location: int) -> list[int]:
+        """Return all ids in `location`, in any order."""
+        return [i for node in self.nodes() for i in node.locations[location].tolist()]
 
     # -- changing
 
     def add(self, parent: Node, key: Ints, salt: bytes) -> Node:
-        """Add a node that is in no place yet: the caller puts it in one."""
+        """Add a node that is in no location yet: the caller puts it in one."""
         return self._attach(self._child_key(key, parent, salt), key, parent, self.now)
 
-    def put(self, node: Node, place: int, ids: Ints) -> None:
-        """Set the ids of `node` in `place`; NOWHERE if it has left."""
+    def put(self, node: Node, location: int, ids: Ints) -> None:
+        """Set the ids of `node` in `location`; NOWHERE if it has left."""
         parent = node.parent
         assert parent is not None
-        change = int(len(ids) > 0) - int(len(node.places[place]) > 0)
-        node.places[place] = ids
-        parent.below[place] += change
-        if place == DEVICE:
+        change = int(len(ids) > 0) - int(len(node.locations[location]) > 0)
+        node.locations[location] = ids
+        parent.below[location] += change
+        if location == DEVICE:
             self.sizes[node.ref_count > 0] += change * node.length
-        self.push(node if len(ids) else parent, place)
+        self.push(node if len(ids) else parent, location)
 
     def remove(self, leaf: Node) -> None:
         """Remove an unlocked node without children, which has left the device."""
@@ -215,8 +215,8 @@ class PrefixTree:
             if edge.ref_count == (0 if unlock else 1):  # this was its last lock, or is its first one
                 self.sizes[unlock] -= len(edge.pages)
                 self.sizes[not unlock] += len(edge.pages)
-                for place in range(len(edge.places)) if unlock else ():
-                    self.push(edge, place)
+                for location in range(len(edge.locations)) if unlock else ():
+                    self.push(edge, location)
             edge = edge.parent
 
     def trim(self, node: Node, max_pages: int) -> None:
@@ -226,23 +226,23 @@ class PrefixTree:
 
     # -- order of eviction
 
-    def push(self, node: Node, place: int) -> None:
-        """Queue `node` for its eviction from `place`, if it is evictable there."""
-        if self._is_evictable(node, place) and not node.is_candidate[place]:
-            node.is_candidate[place] = True
+    def push(self, node: Node, location: int) -> None:
+        """Queue `node` for its eviction from `location`, if it is evictable there."""
+        if self._is_evictable(node, location) and not node.is_candidate[location]:
+            node.is_candidate[location] = True
             self._serial += 1
-            heapq.heappush(self._candidates[place], (node.timestamp, self._serial, node))
+            heapq.heappush(self._candidates[location], (node.timestamp, self._serial, node))
 
-    def pop_oldest(self, place: int) -> Node | None:
-        """Pop the least recently used evictable node of `place`. The caller removes it from there or pushes it back."""
-        queue = self._candidates[place]
+    def pop_oldest(self, location: int) -> Node | None:
+        """Pop the least recently used evictable node of `location`. The caller removes it there or pushes it back."""
+        queue = self._candidates[location]
         while queue:
             stamp, _, node = heapq.heappop(queue)
-            node.is_candidate[place] = False
-            if self._is_evictable(node, place):
+            node.is_candidate[location] = False
+            if self._is_evictable(node, location):
                 if node.timestamp == stamp:
                     return node
-                self.push(node, place)
+                self.push(node, location)
         return None
 
     # -- internals
@@ -267,10 +267,10 @@ class PrefixTree:
         return max(matches, key=lambda child: child.timestamp, default=None)
 
     def _attach(self, child_key: bytes, key: Ints, parent: Node, timestamp: int) -> Node:
-        """Add a node that is in no place yet."""
-        num_places, length = len(parent.places), len(key) // self.page_size
-        places, below, is_candidate = [NOWHERE] * num_places, [0] * num_places, [False] * num_places
-        node = Node(child_key, key, length, parent.depth + length, parent, timestamp, places, below, is_candidate)
+        """Add a node that is in no location yet."""
+        num_locations, length = len(parent.locations), len(key) // self.page_size
+        locations, below, is_candidate = [NOWHERE] * num_locations, [0] * num_locations, [False] * num_locations
+        node = Node(child_key, key, length, parent.depth + length, parent, timestamp, locations, below, is_candidate)
         parent.children[child_key] = node
         self.num_nodes += 1
         return node
@@ -282,20 +282,20 @@ class PrefixTree:
         # Both parts have copies, so that neither keeps the other's arrays alive.
         upper = self._attach(node.child_key, node.key[:cut].copy(), parent, node.timestamp)
         upper.ref_count = node.ref_count  # every lock at or below `node` passes through the upper part
-        upper.places = [ids[:length].copy() for ids in node.places]
-        upper.below = [int(len(ids) > 0) for ids in node.places]
+        upper.locations = [ids[:length].copy() for ids in node.locations]
+        upper.below = [int(len(ids) > 0) for ids in node.locations]
         upper.is_hidden, upper.is_loaded, upper.tried_at = node.is_hidden, node.is_loaded, node.tried_at
         upper.names, node.names = node.names[:length].copy(), node.names[length:].copy()
         upper.hashes, node.hashes = node.hashes[:length].copy(), node.hashes[length:].copy()
         node.key, node.length = node.key[cut:].copy(), node.length - length
-        node.places = [ids[length:].copy() for ids in node.places]
+        node.locations = [ids[length:].copy() for ids in node.locations]
         node.parent, node.child_key = upper, self._child_key(node.key, upper, b"")
         upper.children[node.child_key] = node
         return upper
 
-    def _is_evictable(self, node: Node, place: int) -> bool:
-        is_there = node.parent is not None and len(node.places[place]) > 0
-        return is_there and not node.ref_count and not node.below[place]
+    def _is_evictable(self, node: Node, location: int) -> bool:
+        is_there = node.parent is not None and len(node.locations[location]) > 0
+        return is_there and not node.ref_count and not node.below[location]
 
     def check(self) -> None:
         """Raise `InvariantError` if sizes, locks or links contradict each other."""
@@ -310,12 +310,14 @@ class PrefixTree:
             name = node.child_key.rstrip(HIDDEN) if node.is_hidden else node.child_key
             if not (name.endswith(page) if parent is self.root else name == page):
                 raise InvariantError(f"{where} has the child key of other tokens")
-            if len(node.key) != node.length * self.page_size or {len(x) for x in node.places} - {0, node.length}:
-                raise InvariantError(f"{where} has {len(node.key)} tokens for {node.length} pages in {node.places}")
+            if len(node.key) != node.length * self.page_size or {len(x) for x in node.locations} - {0, node.length}:
+                raise InvariantError(f"{where} has {len(node.key)} tokens for {node.length} pages in {node.locations}")
             is_cut_off = len(node.pages) > 0 and parent is not self.root and not len(parent.pages)
-            if is_cut_off or node.place < 0:
-                raise InvariantError(f"{where} is in no place, or on the device without its parent: {node.places}")
-            below = [sum(len(c.places[i]) > 0 for c in node.children.values()) for i in range(len(node.below))]
+            if is_cut_off or node.location < 0:
+                raise InvariantError(
+                    f"{where} has no location, or is on the device without its parent: {node.locations}"
+                )
+            below = [sum(len(c.locations[i]) > 0 for c in node.children.values()) for i in range(len(node.below))]
             if node.below != below:
                 raise InvariantError(f"{where} has wrong counts of children: {node.below}")
             if node.depth != parent.depth + node.length:

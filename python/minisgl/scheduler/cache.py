@@ -57,7 +57,7 @@ class CacheManager:
         snapshots = Snapshots(pools) if pools else None
         self.prefix = create_prefix_cache(config.cache_type, engine.page_size, tiers, snapshots)
         computing = math.inf if costs is None else costs.per_token * engine.page_size
-        self._place_costs = [0.0, *(tier.spec.page_seconds / computing for tier in tiers)]
+        self._location_costs = [0.0, *(tier.spec.page_seconds / computing for tier in tiers)]
         self._pages_ahead = math.ceil(2 * config.max_prefill_length / engine.page_size)  # that two steps may evict
         self._copy_seconds = max((tier.spec.page_seconds for tier in tiers), default=0.0) or 1e-6  # of a page
         self.on_free: Callable[[list[int]], None] | None = None  # called with pages that become free; tests poison them
@@ -168,9 +168,9 @@ class CacheManager:
         """Return what has changed in the prefix cache since the last call, if a router has asked."""
         if not (changes := self.prefix.pop_changes()):
             return None
-        hashes, places = np.array([*changes], np.uint64), np.array([*changes.values()], np.int8)
+        hashes, locations = np.array([*changes], np.uint64), np.array([*changes.values()], np.int8)
         return PrefixesMsg(
-            page_size=self.page_size, costs=self._place_costs, hashes=hashes.tobytes(), places=places.tobytes()
+            page_size=self.page_size, costs=self._location_costs, hashes=hashes.tobytes(), locations=locations.tobytes()
         )
 
     def drop_damaged(self, req: Req) -> bool:

@@ -77,8 +77,8 @@ class PrefillManager:
     A due request that lacks pages lets much shorter ones pass, by OVERTAKING times its own tokens once more. Much
     shorter ones need no pages for the growth of the running ones, which would be preempted before them.
 
-    Prompts and choices of one client's request count as one: each is as long as its place says (`Req.turn_tokens`), and
-    leaves some rows free.
+    Prompts and choices of one client's request count as one: each waits as if the earlier ones were a part of it
+    (`Req.turn_tokens`), and leaves some rows free.
 
     With the policy `fcfs`, all of this is off: every request is due from its arrival, and none passes another one.
     """
@@ -164,7 +164,7 @@ class PrefillManager:
         None with `fcfs`, where no running request arrived after the head.
         """
         # Others than the first of a request may wait for a row while some are free.
-        head = next((req for req in self.in_order() if not req.place), None)
+        head = next((req for req in self.in_order() if not req.child_index), None)
         if head is not self._head[0]:
             self._head = head, step
         return None if self.is_fcfs or step - self._head[1] < self.patience else head
@@ -212,7 +212,7 @@ class PrefillManager:
         return (req for req in waiting if MUCH_LONGER * req.max_len <= blocked.max_len)
 
     def _has_row(self, req: Req) -> bool:
-        return self.rows.available > (self.rows.num_rows // KEPT_ROWS if req.place and not self.is_fcfs else 0)
+        return self.rows.available > (self.rows.num_rows // KEPT_ROWS if req.child_index and not self.is_fcfs else 0)
 
     def _by_prefix(self) -> list[Req]:
         hits = {r.uid: self._cached_len(r) for r in self.waiting}

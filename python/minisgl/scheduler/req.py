@@ -51,13 +51,13 @@ class Req:
         max_tokens: int,
         order: int,
         noise_key: int,
-        place: int = 0,
+        child_index: int = 0,
         system_tokens: int = 0,
     ) -> None:
         self.uid = uid
         self.order = order  # arrival number: the tie-breaker of every policy
         self.new_tokens = 0  # of the prompt on arrival, without those in the prefix cache; see `scheduler/prefill.py`
-        self.place = place  # among the prompts and choices of one client's request
+        self.child_index = child_index  # among the prompts and choices of one client's request
         self.deadline = 0  # in prompt tokens admitted since the start
         self.sampling_params = sampling_params
         self.prompt_len = len(input_ids)
@@ -83,7 +83,7 @@ class Req:
     @property
     def turn_tokens(self) -> int:
         """The prompt tokens by which requests wait their turn: its own, once for each that its client put before it."""
-        return self.new_tokens * (1 + self.place)
+        return self.new_tokens * (1 + self.child_index)
 
     @property
     def row(self) -> int:
@@ -153,7 +153,7 @@ class Admission:
         validate_sampling(msg.sampling_params, self._limits)
         validate_prompt(prompt, self._limits)
         max_tokens = self.output_budget(len(prompt), msg.sampling_params)
-        if is_new and is_full(len(prompt) * (1 + msg.place), limit):
+        if is_new and is_full(len(prompt) * (1 + msg.child_index), limit):
             message = f"more than {limit} prompt tokens are waiting before this request; try again later"
             raise RequestError(message, code="queue_full", status=429)
         if is_new and num_queued >= self.max_queued:
@@ -162,7 +162,9 @@ class Admission:
             )
         self._arrivals += 1
         key = noise_key(msg.sampling_params.seed, self._sampling_seed, msg.uid)
-        req = Req(msg.uid, prompt, msg.sampling_params, max_tokens, self._arrivals, key, msg.place, msg.system_tokens)
+        req = Req(
+            msg.uid, prompt, msg.sampling_params, max_tokens, self._arrivals, key, msg.child_index, msg.system_tokens
+        )
         if msg.output_ids:  # as after a preemption
             req.append_sampled(ids_from_bytes(msg.output_ids))
             if len(req.ids) >= req.max_len or not 0 <= req.ids.min() <= req.ids.max() < self._limits.vocab_size:

@@ -98,7 +98,7 @@ def engine_view(scheduler: Parts, uid: int, stats: Stats) -> EngineView:
     cache = scheduler.cache
     tree, root_hidden = cache.prefix.outline()
     index = {outlined.node: i for i, outlined in enumerate(tree)}
-    places = ["device", *(tier.spec.name for tier in cache.prefix.tiers)]
+    locations = ["device", *(tier.spec.name for tier in cache.prefix.tiers)]
     nodes = [
         NodeView(
             parent=parent,
@@ -107,7 +107,7 @@ def engine_view(scheduler: Parts, uid: int, stats: Stats) -> EngineView:
             ref_count=node.ref_count,
             idle_steps=scheduler.step_number - node.timestamp,
             hidden=hidden,
-            place=next(name for name, ids in zip(places, node.places, strict=True) if len(ids)),
+            place=next(name for name, ids in zip(locations, node.locations, strict=True) if len(ids)),
             head=ids_to_bytes(node.key[:HEAD_TOKENS]) if scheduler.shows_texts and not node.is_salted else b"",
         )
         for node, parent, hidden in tree

@@ -140,7 +140,7 @@ class Worker:
                 uid=msg.uid,
                 input_ids=ids_to_bytes(ids),
                 sampling_params=msg.sampling_params,
-                place=msg.place,
+                child_index=msg.child_index,
                 system_tokens=self._tokenize.system_tokens(msg, ids),
             )
             to_backend.append(user)

@@ -1,4 +1,4 @@
-"""The router knows what each cache has, places requests by that and by load, and moves those of a lost replica."""
+"""The router knows what each cache has, assigns requests by that and by load, and moves those of a lost replica."""
 
 from __future__ import annotations
 
@@ -44,11 +44,16 @@ def router_of(count: int) -> Router:
     return router
 
 
-def cache(router: Router, incarnation: int, ids: Sequence[int], place: int = 0, start: int = 0) -> None:
-    """Tell that `incarnation` has the pages of `ids` from `start` on in `place`; loading costs 10 % of computing."""
+def cache(router: Router, incarnation: int, ids: Sequence[int], location: int = 0, start: int = 0) -> None:
+    """Tell that `incarnation` has the pages of `ids` from `start` on in `location`; loading costs 10 % of computing."""
     hashes = prefix_hashes(np.array(ids, np.int32), PAGE, b"")[start:]
-    places = np.full(len(hashes), place, np.int8).tobytes()
-    msg = PrefixesMsg(page_size=PAGE, costs=[0.0, 0.1], hashes=hashes.tobytes(), places=places, incarnation=incarnation)
+    msg = PrefixesMsg(
+        page_size=PAGE,
+        costs=[0.0, 0.1],
+        hashes=hashes.tobytes(),
+        locations=np.full(len(hashes), location, np.int8).tobytes(),
+        incarnation=incarnation,
+    )
     router.note_prefixes(msg)
 
 
@@ -103,7 +108,7 @@ def test_known_prefixes_are_those_of_the_tree(seed: int, cache_type: str, tmp_pa
             h.step()
             assert router.replicas[0].prefixes
         replica, prefix = router.replicas[0], h.scheduler.cache.prefix
-        assert sum(place == 0 for place in replica.prefixes.values()) == len(prefix.owned_pages())
+        assert sum(location == 0 for location in replica.prefixes.values()) == len(prefix.owned_pages())
         for salt in ("", "a"):
             asked, before = message(prompt, cache_salt=salt), router.cached
             router.route(asked, 0.0)
@@ -130,22 +135,22 @@ def test_requests_go_where_their_prefix_is_cached() -> None:
     assert router.route(message(prompt[:20], max_tokens=1), 0.0) == 1  # 2 has it too, and a request
     salted = message(prompt, cache_salt="a", max_tokens=1)
     assert router.route(salted, 0.0) == 0
-    cache(router, 2, prompt[:32], place=-1, start=4)
+    cache(router, 2, prompt[:32], location=-1, start=4)
     assert router.route(message(prompt, max_tokens=1), 0.0) == 1
 
 
 def test_a_prefix_in_a_tier_counts_by_the_time_to_load_it() -> None:
     router = router_of(3)
     prompt = list(range(4000))
-    cache(router, 1, prompt, place=1)
+    cache(router, 1, prompt, location=1)
     assert router.route(message(prompt, max_tokens=1), 0.0) == 1
     assert router.replicas[1].queued == PAGE + round(0.1 * (4000 - PAGE))  # the last token is computed
     cache(router, 2, prompt[:3800])
     assert router.route(message(prompt, max_tokens=1), 0.0) == 2  # 200 to compute instead of 400 to load
-    cache(router, 2, prompt[:3800], place=-1)
+    cache(router, 2, prompt[:3800], location=-1)
     assert router.route(message(prompt, max_tokens=1), 0.0) == 1
     cache(router, 0, prompt[:400])
-    cache(router, 0, prompt[:3000], place=1, start=100)
+    cache(router, 0, prompt[:3000], location=1, start=100)
     hashes = prefix_hashes(np.array(prompt, np.int32), PAGE, b"").tolist()
     assert router.replicas[0].find(hashes) == (750, pytest.approx(65))
 
@@ -155,15 +160,15 @@ def test_load_outweighs_a_cached_prefix() -> None:
     router = router_of(2)
     prompt = list(range(1000, 1800))
     cache(router, 0, prompt)
-    placed = [router.route(message(prompt, max_tokens=100), 0.0) for _ in range(12)]
-    assert placed[:8] == [0] * 8
-    assert 1 in placed
+    routed = [router.route(message(prompt, max_tokens=100), 0.0) for _ in range(12)]
+    assert routed[:8] == [0] * 8
+    assert 1 in routed
 
 
 def test_equal_prompts_are_spread_evenly() -> None:
     router = router_of(4)
-    placed = [router.route(message([1, 2, 3]), 0.0) for _ in range(40)]
-    assert [placed.count(incarnation) for incarnation in range(4)] == [10] * 4
+    routed = [router.route(message([1, 2, 3]), 0.0) for _ in range(40)]
+    assert [routed.count(incarnation) for incarnation in range(4)] == [10] * 4
 
 
 def test_the_length_of_answers_is_learned() -> None:

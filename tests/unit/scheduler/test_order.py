@@ -70,10 +70,10 @@ def test_fcfs_admits_and_computes_in_order_of_arrival(seed: int) -> None:
     h.scheduler.prefill.growth.fraction = 0.0  # hopes too much, so requests are preempted
     lengths, planned = [], 0
     for _ in range(80):
-        for place in range(rng.choice((0, 0, 1, 3))):
+        for child_index in range(rng.choice((0, 0, 1, 3))):
             lengths.append(rng.choice((3, 9, 40, 90)))
             ids = [len(lengths), *range(2, lengths[-1] + 1)]
-            h.add(ids, rng.choice((1, 20, 60)), place, ignore_eos=True)
+            h.add(ids, rng.choice((1, 20, 60)), child_index, ignore_eos=True)
         h.step()
         newest = max((uid for uid, *_ in h.chunks[planned:]), default=-1)
         behind = [r.uid for r in h.scheduler.live.values() if r.status in (Status.WAITING, Status.PREEMPTED)]

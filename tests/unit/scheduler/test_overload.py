@@ -107,7 +107,7 @@ def test_a_short_request_starts_soon_beside_long_ones_on_a_cpu(
 def test_many_prompts_of_one_request_leave_rows_and_the_turn_to_others(depth: int) -> None:
     """The first token of another request takes as many steps as alone, though its prompt is longer than each."""
     h = Harness(FakeEngine(rows=32, vocab=5003, max_model_len=1000, num_pages=4000), depth)
-    many = [h.add([i], 40, place=i, ignore_eos=True) for i in range(500)]
+    many = [h.add([i], 40, child_index=i, ignore_eos=True) for i in range(500)]
     for _ in range(8):
         h.step()
     assert sum(bool(h.outputs[uid]) for uid in many) == 32 - 32 // KEPT_ROWS

@@ -228,12 +228,12 @@ def _gemm(
     result = join_parts(acc, BLOCK_N, ROWS, PARTS)
     is_last = True
     if SPLIT_K > 1:
-        place = tl.program_id(0) * tl.num_programs(2) + tile
-        offs = (place * BLOCK_N + tl.arange(0, BLOCK_N))[:, None] * ROWS + tl.arange(0, ROWS)[None, :]
+        index = tl.program_id(0) * tl.num_programs(2) + tile
+        offs = (index * BLOCK_N + tl.arange(0, BLOCK_N))[:, None] * ROWS + tl.arange(0, ROWS)[None, :]
         size = tl.num_programs(0) * tl.num_programs(2) * BLOCK_N * ROWS
         tl.store(partial_ptr + split * size + offs, result)
         tl.debug_barrier()
-        counter_ptr += place
+        counter_ptr += index
         is_last = tl.atomic_add(counter_ptr, 1, sem="acq_rel") == SPLIT_K - 1
     if is_last:
         if SPLIT_K > 1:

@@ -52,14 +52,14 @@ class WordWrap:
             return self.flush() + text
         pieces = PIECE.findall(self._word + text)
         self._word = pieces.pop() if pieces and not pieces[-1].isspace() else ""
-        return "".join(map(self._place, pieces))
+        return "".join(map(self._wrapped, pieces))
 
     def flush(self) -> str:
         """Return the rest of the text, at its end."""
         word, self._word = self._word, ""
-        return self._place(word) if word else ""
+        return self._wrapped(word) if word else ""
 
-    def _place(self, piece: str) -> str:
+    def _wrapped(self, piece: str) -> str:
         if piece == "\n":
             self._column, self._is_line_start = 0, True
             return piece
