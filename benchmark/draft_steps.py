@@ -2,7 +2,7 @@
 
     PYTHONPATH=python python benchmark/draft_steps.py --shape qwen3-8b --tokens 1 2 4 5 8
 
-Each row has a context of `--context` tokens. Steps are launched one behind the other, as under load. Prints the median
+Each row has a context of `--context` tokens. Steps are launched back to back, as under load. Prints the median
 milliseconds of a step, and its ratio to the step of as many rows that only decodes (1 token without drafts).
 """
 

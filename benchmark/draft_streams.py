@@ -74,7 +74,7 @@ def temperature(chance: float) -> float:
 
 
 def rates(llm: LLM, workload: Workload, chance: float, repeats: int) -> tuple[float, float, int, int]:
-    """The best tokens per second of some runs without and with drafts, in turn, behind one more of each, and drafted
+    """The best tokens per second of some runs without and with drafts, in turn, after one more of each, and drafted
     and accepted tokens of the last run.
     """
     best, without = [0.0, 0.0], patch.object(llm.scheduler, "drafts", None)

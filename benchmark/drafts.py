@@ -2,9 +2,9 @@
 
     PYTHONPATH=python python benchmark/drafts.py --rounds 7 --streams 1 8
 
-Every engine answers the same prompts in every round, one engine behind the other, on one thread. Seconds are those of
+Every engine answers the same prompts in every round, one engine after the other, on one thread. Seconds are those of
 the process on a CPU, so that other work on the machine counts less. Prints the median over the rounds of tokens per
-second, and of the ratio to `off` in the same round: with the prompts, and behind the first token of each answer.
+second, and of the ratio to `off` in the same round: with the prompts, and after the first token of each answer.
 Raises `AssertionError` where a text differs from that of `off`.
 """
 

@@ -3,7 +3,7 @@
     PYTHONPATH=python python benchmark/peer.py [--ranks 4] [--hidden 5120] [--rows 1 2 4 ...] [--json FILE]
 
 Starts its own ranks. Every figure is the median of replays of a CUDA graph of 20 calls, in microseconds a call; all
-calls take the same rows, so the smaller sizes lie in the L2, as behind a GEMM. `floor` is the time in
+calls take the same rows, so the smaller sizes lie in the L2, as after a GEMM. `floor` is the time in
 which the bytes that leave a GPU cross its links at 450 GB/s, those of two shots or of one shot if that is less; `share`
 is what the fastest own variant reaches of it. Ends by itself after `--seconds`, whatever the ranks do; what was
 measured until then is printed.

@@ -50,7 +50,7 @@ from minisgl.tools.chat.client import ChatClient
 
 PARTS: Final = ("throughput", "prefixes", "death")
 VOCAB: Final = 4096  # every model has these ids
-SUFFIX: Final = 20  # tokens behind a shared prefix
+SUFFIX: Final = 20  # tokens after a shared prefix
 KILLED_AT: Final = 4  # the kill comes after one token in so many
 RESTART_S: Final = 120.0
 POLL_S: Final = 0.01

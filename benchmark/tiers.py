@@ -7,7 +7,7 @@ Two engines, without and with the tier, answer the same prompts of random tokens
 
 prefix         a prompt is computed, comes again at once, and again after another has driven it out of the pool, at once
                and after idle time, in which the other was stored: seconds to the first token. The first hit needs no
-               load, so the difference is what loading costs; behind it, what the tier's speed at the start makes of it.
+               load, so the difference is what loading costs; after it, what the tier's speed at the start makes of it.
 streams        the longest time between two tokens of streams, alone and while such a prefix comes
 conversations  each turn adds tokens to one of several conversations that do not fit into the pool together: prompt and
                output tokens per second

@@ -88,7 +88,7 @@ def parts() -> list[str]:
 
 
 def blocks() -> dict[Path, tuple[str, str, str]]:
-    """Return, for each page, the marker before the map, the map, and the marker behind it."""
+    """Return, for each page, the marker before the map, the map, and the marker after it."""
     files = "\n".join(["```", "python/minisgl/", *tree(), "```"])
     return {
         ROOT / "docs" / "files.md": ("<!-- files: `make rooms` -->", files, "<!-- end of files -->"),

@@ -50,7 +50,7 @@ def setting(
 
 
 def give_back(pages: torch.Tensor, table: torch.Tensor, spans: list[Span], window: int) -> None:
-    """Fill with NaN the pages that lie behind the windows of all queries: another sequence may have them."""
+    """Fill with NaN the pages before the windows of all queries: another sequence may have them."""
     for span in spans:
         count = max(0, span.start + 1 - window) // pages.shape[3]
         pages[table[span.row, :count].long()] = float("nan")

@@ -146,7 +146,7 @@ ROWS_OF_WAYS = 16
 @pytest.mark.parametrize("page_size", [16, 64])
 @pytest.mark.parametrize("shape", SHAPES)
 def test_a_cache_of_8_bits(tmp_path: Path, isa: str, shape: str, page_size: int):
-    """Logits are those of the eager runner. The keys and values of the first layer, behind no others, have its bits."""
+    """Logits are those of the eager runner. The keys and values of the first layer are bit-equal."""
     save(tmp_path, SHAPES[shape])
     plain, engine = (NativeEngine.load(tmp_path, page_size=page_size, cache=cache) for cache in ("auto", "fp8"))
     config = EngineConfig(

@@ -172,7 +172,7 @@ def test_the_built_in_model_says_nearly_the_same(quantization: str, most: float,
     divergence = (exact.exp() * (exact - ours)).sum(-1)
     assert divergence.mean() < most
     best = exact.topk(2).values
-    is_clear = best[:, 0] - best[:, 1] > 0.1  # sums in another order may turn a near tie, and so the text behind it
+    is_clear = best[:, 0] - best[:, 1] > 0.1  # sums in another order may turn a near tie, and so the text after it
     assert (exact.argmax(-1) == ours.argmax(-1))[is_clear].float().mean() > same
 
 

@@ -56,7 +56,7 @@ def test_streamed_chat_equals_the_body(client: openai.OpenAI, tools: Any) -> Non
 
 @pytest.mark.parametrize("max_tokens", [0, 1])
 def test_loglikelihood_of_evaluations(http: httpx.Client, max_tokens: int) -> None:
-    """The sum over the tokens behind the context, and whether each is the likeliest, as lm-eval reads them."""
+    """The sum over the tokens after the context, and whether each is the likeliest, as lm-eval reads them."""
     tokenize = {"model": MODEL, "prompt": "Once upon a time, there was a little"}
     ids = http.post("/tokenize", json=tokenize).json()["tokens"]
     body = {"prompt": [ids, ids[:3]], "echo": True, "logprobs": 1, "max_tokens": max_tokens, "temperature": 0}

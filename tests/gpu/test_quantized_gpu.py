@@ -47,7 +47,7 @@ def test_weights_are_rounded_as_by_pytorch(group: int) -> None:
 
 @pytest.mark.parametrize("kind", FORMATS, ids=str)
 def test_products(kind: Format) -> None:
-    """A few rows as exact as bfloat16; larger steps round activations to 3 bits behind the point, and one row for
+    """A few rows as exact as bfloat16; larger steps round activations to 3 bits after the point, and one row for
     weights of 4 bits to 7 bits."""
     torch.manual_seed(0)
     ops = load_ops("triton")
@@ -311,6 +311,6 @@ def test_a_cache_of_8_bits(scheme: str | None) -> None:
     with LLM(device="cuda", num_pages=2000, quantization=scheme, kv_cache_dtype="fp8") as llm:
         facts = llm.scheduler.engine.describe()
         assert int(facts["kv_bytes"]) * 1.88 < int(facts["kv_tokens"]) * 6 * 2 * 4 * 64 * 2
-        for _ in range(2):  # the second time behind a cached prefix
+        for _ in range(2):  # the second time after a cached prefix
             texts = [answer.text for answer in llm.chat(chats, SamplingParams(temperature=0.0, max_tokens=40))]
             assert "42" in texts[0] and "38" in texts[2] and "11" in texts[3] and "7305982" in texts[4]

@@ -287,7 +287,7 @@ def kind(runner: Any, plan: BatchPlan) -> str:
 
 
 def run(runner: Any, plan: BatchPlan, is_late: bool) -> np.ndarray:
-    """Its result, the masks with the plan or behind it."""
+    """Its result, the masks with the plan or after it."""
     if not (is_late and len(plan.masks)):
         return columns(runner.launch(plan).wait())
     output = runner.launch(replace(plan, masks=NO_MASKS))
@@ -302,7 +302,7 @@ def columns(result: StepResult) -> np.ndarray:
     return np.concatenate([np.atleast_2d(line) for line in lines if line is not None])
 
 
-@pytest.mark.parametrize("is_late", [False, True], ids=["masks with the plan", "masks behind it"])
+@pytest.mark.parametrize("is_late", [False, True], ids=["masks with the plan", "masks after it"])
 def test_graphs_give_what_the_eager_runner_gives(runners: Any, is_late: bool) -> None:
     alone, captured = runners()
     traffic, used = Traffic(40), set()
@@ -329,7 +329,7 @@ def test_graphs_give_what_the_eager_runner_gives(runners: Any, is_late: bool) ->
     assert used == {(name, tail) for name in ("decode", "prompts") for tail in TAILS}
 
 
-@pytest.mark.parametrize("is_late", [False, True], ids=["masks with the plan", "masks behind it"])
+@pytest.mark.parametrize("is_late", [False, True], ids=["masks with the plan", "masks after it"])
 @pytest.mark.parametrize("has_model", [False, True], ids=["looked up", "by a model"])
 def test_graphs_with_drafts_give_what_the_eager_runner_gives(runners: Any, is_late: bool, has_model: bool) -> None:
     alone, captured = runners(drafts=True, has_model=has_model)

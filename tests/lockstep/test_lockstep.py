@@ -124,7 +124,7 @@ def test_masks_follow_a_step_to_all_ranks(speculate: str, monkeypatch: pytest.Mo
     ("tp", "depth"), [(2, 1), *(pytest.param(*c, marks=pytest.mark.slow) for c in ((2, 0), (4, 1)))]
 )
 def test_ranks_draft_alike(tp: int, depth: int, requests_and_tokens: tuple[Requests, dict[int, list[int]]]) -> None:
-    """Each rank looks up its own drafts, and the invariant mode compares what the ranks have sampled behind them."""
+    """Each rank looks up its own drafts, and the invariant mode compares what the ranks have sampled after them."""
     requests, alone = requests_and_tokens
     text = "One day, a fox met a cat. The cat said: one day, a fox met a cat. The cat said: one day"
     with LLM(tp=tp, speculate="ngram", num_draft_tokens=5, **OPTIONS) as llm:

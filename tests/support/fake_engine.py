@@ -305,7 +305,7 @@ class FakeEngine:
         data[target] = data[source]
 
     def _store(self, row: int, position: int, token: int) -> None:
-        """Store what layers keep of a token, read what those with a window read, and capture the state behind it."""
+        """Store what layers keep of a token, read what those with a window read, and capture the state after it."""
         page, offset = divmod(position, self.page_size)
         self.kv[self.page_table[row, page], offset] = token
         if self.window:
@@ -351,13 +351,13 @@ class FakeEngine:
             self.length[row] = length
             rest = rest[words:]
         for row, first, tokens in plan.proposals.tolist():
-            behind = int(self.length[row]) - first
-            assert behind >= 0, f"the host knows more of row {row} than the device"
-            found = tokens[behind : behind + 8]
+            offset = int(self.length[row]) - first
+            assert offset >= 0, f"the host knows more of row {row} than the device"
+            found = tokens[offset : offset + 8]
             self.drafts[row, : len(found)] = found
 
     def _verify(self, row: int, start: int, stop: int, masks: list[list[int]]) -> list[int]:
-        """Compute the newest token of `row` and stop - start - 1 drafts; return what is sampled behind each."""
+        """Compute the newest token of `row` and stop - start - 1 drafts; return what is sampled after each."""
         first = int(self.length[row]) - 1
         assert 0 <= first <= start, f"row {row} has {first + 1} tokens, the plan allows {start + 1}"
         tokens = [int(self.last_token[row]), *self.drafts[row, : stop - start - 1].tolist()]

@@ -39,7 +39,7 @@ class FakeMatcher:
         self._compute_mask()
 
     def forced(self) -> np.ndarray:
-        """Now and then the grammar forces what may come next, and behind."""
+        """Now and then the grammar forces what may come next, and more."""
         probe, ids = self._copy(), []
         while not probe.is_complete and (len(probe.history) + self.seed) % 5 in (1, 2):
             ids.append(min(t for t in probe.allowed() if t != EOS))

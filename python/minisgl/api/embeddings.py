@@ -46,7 +46,7 @@ class _VectorRenderer(Renderer):
     write: Body
 
     def body(self, replies: list[UserReply], timeline: Timeline) -> bytes:
-        assert all(reply.embedding for reply in replies), "a reply without an embedding"
+        assert all(reply.embedding for reply in replies), "a reply has no embedding"
         tokens = sum(reply.prompt_tokens for reply in replies)
         vectors = [self.embedder.vector(reply.embedding, self.length) for reply in replies]
         return to_json(self.write(vectors, p.EmbeddingUsage(tokens, tokens)))

@@ -70,7 +70,7 @@ class OpenAIRenderer(Renderer):
 
     def _choice(self, index: int, reply: UserReply) -> p.ChatChoice | p.TextChoice:
         reason = reply.finish_reason
-        assert reason is not None, "a generation without an end"
+        assert reason is not None, "the last reply of a generation has no finish reason"
         rest: dict[str, Any] = {
             "index": index,
             "logprobs": self._logprobs(reply.logprobs),

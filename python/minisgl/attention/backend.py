@@ -59,7 +59,7 @@ class StepAttention(ABC):
     def forward(self, q: Tensor, pages: Pages) -> Tensor:
         """Attend: q [T, Hq, D], pages [P, 2, Hk, page, D] of a layer -> contiguous [T, Hq, D].
 
-        The pages have the K/V of this step's tokens. Slots at or beyond a sequence's kv_len, pages behind the window
+        The pages have the K/V of this step's tokens. Slots at or beyond a sequence's kv_len, pages before the window
         and unowned pages may have any values, NaN included. Other sequences of the batch may change only the last bits
         of a sequence's result, by the split of its sums.
         """

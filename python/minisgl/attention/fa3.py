@@ -130,5 +130,5 @@ class _Step(StepAttention):
     plan: _Plan
 
     def forward(self, q: Tensor, pages: Pages) -> Tensor:
-        assert not isinstance(pages, QuantizedPages), "refused by `Requirements`"
+        assert not isinstance(pages, QuantizedPages), "FA3 cannot read quantized pages"
         return self.plan.run(q, pages)

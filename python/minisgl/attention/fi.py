@@ -112,7 +112,7 @@ class _Step(StepAttention):
     wrapper: Any
 
     def forward(self, q: Tensor, pages: Pages) -> Tensor:
-        assert not isinstance(pages, QuantizedPages), "refused by `Requirements`"
+        assert not isinstance(pages, QuantizedPages), "FlashInfer cannot read quantized pages"
         return _run(self.wrapper, q, pages)
 
 

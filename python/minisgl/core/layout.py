@@ -102,7 +102,7 @@ PENALTY_HEAD: Final = np.dtype(
 HISTORY_HEAD: Final = np.dtype([("words", "<i4"), ("row", "<i4"), ("first", "<i4"), ("length", "<i4")])
 
 # What the host proposes for a row whose slot has DRAFTS: the tokens that may stand at positions [first, first +
-# PROPOSED). The device drafts those behind the row's length, which the host may not know yet, and not what its drafter
+# PROPOSED). The device drafts those after the row's length, which the host may not know yet, and not what its drafter
 # has found.
 PROPOSED: Final = 17  # the most drafts of a step, and as many tokens as such a step in flight may confirm
 PROPOSAL: Final = np.dtype([("row", "<i4"), ("first", "<i4"), ("tokens", "<i4", (PROPOSED,))])
@@ -110,7 +110,7 @@ PROPOSAL: Final = np.dtype([("row", "<i4"), ("first", "<i4"), ("tokens", "<i4", 
 NEWEST: Final = -1  # in place of a token id: the row's newest token, which only the device knows
 NOT_DRAFTED: Final = -1  # in place of a token's index among the newest and the drafts: its row does not draft
 
-MAX_DRAFT_MASKS: Final = 64  # tokens of a step that are sampled behind drafts with a mask
+MAX_DRAFT_MASKS: Final = 64  # tokens of a step that are sampled after drafts with a mask
 MAX_DRAFT_TOKENS: Final = 1280  # of a step with drafts, besides those of prompts
 
 WORD: Final = np.dtype("<i4")
@@ -149,7 +149,7 @@ def words(record: np.dtype[Any]) -> int:
 
 def fields(record: np.dtype[Any]) -> Mapping[str, Any]:
     """Return (dtype, offset in bytes) of each field of a record."""
-    assert record.fields is not None, f"has no fields: {record}"
+    assert record.fields is not None, f"the record {record} has no fields"
     return record.fields
 
 

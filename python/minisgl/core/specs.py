@@ -34,7 +34,7 @@ class Paged:
 class PerRow:
     """State of a whole text, such as a recurrent one, float32: a slot of STATE has `shape` on one rank.
 
-    Its layer starts a text from zeros, stores its state behind the last token of each step, and copies it where the
+    Its layer starts a text from zeros, stores its state after the last token of each step, and copies it where the
     plan's `captures` say so.
     """
 

@@ -166,7 +166,7 @@ class Eagle3(DraftModel):
         sampling, history = batch.sampling, drafting.history
         tokens = out[0, : len(sampling.rows)]
         ids, ends = input_ids.roll(-1), batch.layout.cu_query_lens[1:].long() - 1
-        # The token behind a chunk came with the plan.
+        # The token after a chunk came with the plan.
         ids[ends] = history[batch.layout.rows.long(), batch.positions[ends].long() + 1].clamp(0, self._vocab_size - 1)
         ids[batch.logit_tokens] = tokens
         # The column of each row's newest token.

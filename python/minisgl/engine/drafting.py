@@ -80,8 +80,8 @@ class Drafting:
         if len(plan.proposals):
             fields = (plan.proposals[name] for name in ("row", "first", "tokens"))
             rows, begins, proposed = self._device.upload(*fields)
-            behind = (self.lengths[rows.long()] - begins).unsqueeze(1)
-            index = behind + torch.arange(MAX_DRAFTS, device=proposed.device)
+            offset = (self.lengths[rows.long()] - begins).unsqueeze(1)
+            index = offset + torch.arange(MAX_DRAFTS, device=proposed.device)
             drafts = proposed.gather(1, index.clamp(0, PROPOSED - 1).long())
             at = self.lengths[rows.long()].unsqueeze(1) + torch.arange(MAX_DRAFTS, device=drafts.device)
             self.drafts[rows.long()] = self.history[rows.long().unsqueeze(1), at.long()] = drafts

@@ -110,7 +110,7 @@ class Engine:
         return self.runners[-1]
 
     def launch(self, plan: BatchPlan) -> ForwardOutput:
-        """Start a step behind those launched before, with the first runner that fits; its moves come first."""
+        """Start a step after those launched before, with the first runner that fits; its moves come first."""
         if not len(plan.slots):
             self.mover.launch(plan.moves, plan.moves["page"])
             return ForwardOutput(plan, lambda masks: self.device.submit(lambda: NO_TOKENS, 0.0))

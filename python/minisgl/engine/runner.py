@@ -43,7 +43,7 @@ class Mixer(Protocol):
     captures_prompts: bool
 
     def prepare(self, batch: Batch, page_table: Tensor, out_loc: Tensor) -> Any:
-        """Return what these layers call in this step. Runs once a step, behind its page writes, in the order of steps.
+        """Return what these layers call in this step. Runs once a step, after its page writes, in the order of steps.
 
         page_table is [rows, pages per row] int32, out_loc [T] int64.
         """
@@ -100,7 +100,7 @@ class Runner(Protocol):
         """Whether this runner can run `plan`."""
 
     def launch(self, plan: BatchPlan) -> ForwardOutput:
-        """Start the step behind those launched before."""
+        """Start the step after those launched before."""
 
 
 class RunnerFactory(Protocol):
@@ -167,7 +167,7 @@ class Parts:
         state = self.state
         state.apply(batch.page_writes, batch.row_states)
         if batch.drafts is not None:
-            assert self.drafting is not None, "a plan with DRAFTS, but no drafter"
+            assert self.drafting is not None, "the plan has DRAFTS, but there is no drafter"
             batch = self.drafting.complete(batch)
         input_ids = torch.where(batch.input_ids < 0, state.last_token[batch.token_rows.long()], batch.input_ids)
         return input_ids, batch, self.out_loc(batch)
@@ -307,7 +307,7 @@ class EagerRunner:
         out = torch.cat(columns, 1) if columns else NO_TOKENS
         drafting = self.parts.drafting
         if batch.drafts is not None:
-            assert drafting is not None, "a plan with DRAFTS, but no drafter"
+            assert drafting is not None, "the plan has DRAFTS, but there is no drafter"
             out = drafting.verify(out, batch.drafts, inputs)
             self.parts.count(out, batch.sampling)
         if drafting is not None and drafting.model is not None and (plan.has_drafts or len(plan.tokens)):

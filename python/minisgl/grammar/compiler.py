@@ -94,7 +94,7 @@ class GrammarCompiler:
 
     def load(self) -> None:
         """Load the tokenizer now, instead of with the first grammar."""
-        assert self._tokenizer is not None, "a cached property"
+        assert self._tokenizer is not None, "the tokenizer of grammars could not be loaded"
 
     @cached_property
     def _executor(self) -> LLExecutor | None:

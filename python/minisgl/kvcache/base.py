@@ -80,7 +80,7 @@ class PrefixCache(ABC):
         """Offer `pages`, which hold the first len(pages) * page_size tokens.
 
         Return the canonical pages of that prefix, or of the part that the cache accepts: a naive cache accepts none,
-        and no cache accepts pages behind a loaded page that is not marked as intact. If the prefix was cached already,
+        and no cache accepts pages after a loaded page that is not marked as intact. If the prefix was cached already,
         canonical pages differ from the offered ones: the caller uses the canonical ones and frees its own. The cache
         owns all other offered pages from now on.
         """

@@ -46,7 +46,7 @@ class RadixCache(PrefixCache):
     def insert_prefix(self, input_ids: Ints, pages: Ints, salt: bytes = b"") -> MatchResult:
         size = self.tree.page_size
         ids = np.ascontiguousarray(input_ids[: len(pages) * size], dtype=np.int32)
-        assert len(ids) == len(pages) * size, f"{len(pages)} pages offered for {len(ids)} tokens"
+        assert len(ids) == len(pages) * size, f"insert_prefix() got {len(pages)} pages for {len(ids)} tokens"
         node = self.tree.walk(ids, salt)
         for edge in self.tree.path(node):
             if edge.is_loaded:  # these pages may be damaged: they must not replace computed ones

@@ -72,7 +72,7 @@ class ModelConfig:
     dtype: str
     quantization: Quantization | None = None
     is_text_part: bool = False  # of a multimodal model, whose other parts are not loaded
-    gives_back: bool = False  # pages that lie behind the windows, as far as other layers have none
+    gives_back: bool = False  # pages before the windows, if no layer needs them
 
     def mixer(self, layer: int, info: DistributedInfo) -> GroupedQuery:
         """Return how a layer attends on one rank. Raises `ConfigError` if ranks cannot divide its heads."""

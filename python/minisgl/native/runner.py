@@ -294,15 +294,15 @@ class NativeRunner:
         if not plan.has_drafts:
             return make_sampling(plan, index, self._device)
         drafting = self.parts.drafting
-        assert drafting is not None, "a plan has DRAFTS, but there is no drafter"
+        assert drafting is not None, "the plan has DRAFTS, but there is no drafter"
         lengths, newest, drafts = (t.numpy() for t in (drafting.lengths, drafting.last_token, drafting.drafts))
         slots, widths = plan.slots[(plan.slots["flags"] & Flag.SAMPLES) != 0], plan.widths
         flat = np.repeat(slots, widths)
-        behind = np.arange(len(flat), dtype=np.int32) - np.repeat(np.cumsum(widths) - widths, widths).astype(np.int32)
+        offset = np.arange(len(flat), dtype=np.int32) - np.repeat(np.cumsum(widths) - widths, widths).astype(np.int32)
         rows, is_drafted = flat["row"], (flat["flags"] & Flag.DRAFTS) != 0
-        flat["stop"] = np.where(is_drafted, lengths[rows] + behind, flat["stop"])
-        inputs = np.where(behind == 0, newest[rows], drafts[rows, behind - 1])
-        drafted, before = self._device.upload(behind[index], inputs[index])
+        flat["stop"] = np.where(is_drafted, lengths[rows] + offset, flat["stop"])
+        inputs = np.where(offset == 0, newest[rows], drafts[rows, offset - 1])
+        drafted, before = self._device.upload(offset[index], inputs[index])
         return replace(make_sampling(BatchPlan(plan.step, flat), index, self._device), drafted=drafted, inputs=before)
 
 

@@ -44,7 +44,7 @@ class Deferred:
         """Return the result, always the same tensor."""
         if self.work is not None:
             self._tensor, self.work = self.work.finish(), None
-        assert self._tensor is not None, "no work was left"
+        assert self._tensor is not None, "the deferred result has neither a tensor nor work"
         return self._tensor
 
 

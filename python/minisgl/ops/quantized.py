@@ -154,7 +154,7 @@ class Quantized:
 
     def round_from(self, values: Tensor, rounding: Rounding | None = None) -> None:
         """Fill the matrix with the floats `values` [N, K], rounded."""
-        assert not self.format.order, "the order comes with the numbers"
+        assert not self.format.order, "a format with an order can only be filled with stored numbers"
         self.fill(*(rounding or rounded)(values, self.format))
 
     def fill(self, q: Tensor, scale: Tensor, zeros: Tensor | None = None) -> None:

@@ -232,8 +232,8 @@ class CacheManager:
     def continuation(self, req: Req, count: int) -> Ints:
         """Return up to `count` tokens that followed the text of `req` in a cached text with the same salt."""
         handle = req.cache_handle
-        behind = handle.num_pages * self.page_size
-        ids = np.concatenate([req.ids[behind:], self.rows.sampled(req)[max(0, behind - len(req.ids)) :]])
+        cached = handle.num_pages * self.page_size
+        ids = np.concatenate([req.ids[cached:], self.rows.sampled(req)[max(0, cached - len(req.ids)) :]])
         return self.prefix.continuation(handle, ids, count, salt_digest(req.sampling_params.cache_salt))
 
     def release(self, req: Req) -> None:
@@ -246,7 +246,7 @@ class CacheManager:
 
     def lower_fences(self) -> None:
         """Free the fenced pages that no step in flight can read any more."""
-        # In order of fencing: a page may stay fenced a step too long behind the page of a busier row.
+        # In the order in which they were fenced, so a page of a busier row may hold up the next ones for a step.
         while self._fenced and self._fenced[0][0] <= self.rows.retired:
             self._release_pages(self._fenced.popleft()[1])
 

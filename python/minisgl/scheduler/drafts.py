@@ -217,11 +217,11 @@ class Drafts:
             if not (is_masked[i] or self._looks_up or self.cache.prefix.has_continuation(req.cache_handle)):
                 continue
             first = int(rows.confirmed_len[req.row])
-            behind = int(rows.cached_len[req.row]) + 1 - first  # tokens in flight, at most
+            in_flight = int(rows.cached_len[req.row]) + 1 - first  # tokens, at most
             tokens, is_forced = self._constrain(req, self.guess(req) if may_ask[i] else NO_INTS)
             if self._adapts and may_ask[i] and not len(tokens) and not self._asks_device:
                 self._pause(running[i : i + 1], step)
-            count = min(len(tokens), PROPOSED) - behind
+            count = min(len(tokens), PROPOSED) - in_flight
             if is_masked[i] or count > 0:
                 self.ready[HOST, req.row], self.is_forced[req.row] = max(0, count), is_forced
             if count > 0:
@@ -325,7 +325,7 @@ class Drafts:
 
         `step` is the number of the newest step that was planned.
         """
-        assert result.confirmed is not None and result.ready is not None, "the result of a step without DRAFTS"
+        assert result.confirmed is not None and result.ready is not None, "the result has no drafts"
         slots = plan.slots[(plan.slots["flags"] & Flag.SAMPLES) != 0]
         first = np.cumsum(plan.widths) - plan.widths
         is_drafted = (slots["flags"] & Flag.DRAFTS) != 0

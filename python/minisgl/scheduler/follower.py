@@ -49,7 +49,7 @@ def run_follower(config: SchedulerConfig, rendezvous: Rendezvous, ready: Ready) 
     from minisgl.engine.engine import Engine
 
     group = meet_ranks(config, rendezvous)
-    assert group.feed is not None, "rank 0 follows no rank"
+    assert group.feed is not None, "rank 0 cannot be a follower"
     engine = Engine.from_config(config.engine, config.max_prefill_length, group)
     ready({})
     replay(engine, group.feed)
@@ -70,7 +70,7 @@ def replay(engine: StepEngine, feed: PlanFeed) -> None:
         if frame.digest:
             _compare(frame, outputs, results)
         if frame.masks:
-            assert newest is not None, "masks before the first plan"
+            assert newest is not None, "masks arrived before the first plan"
             words = ceil_div(engine.limits.vocab_size, 32)
             newest.sample(np.frombuffer(frame.masks, np.int32).reshape(-1, words))
             continue

@@ -2,7 +2,7 @@
 
 Everything that the scheduler knows about masks is here. A mask depends on the newest token. Under overlap that token is
 still in flight when the next step is planned; then the step is launched without masks, samples only when they arrive
-(`StepOutput.sample`), and nothing is launched behind it before.
+(`StepOutput.sample`), and nothing is launched after it before.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ if TYPE_CHECKING:
     from minisgl.scheduler.rows import Index, Rows
 
 THREADS: Final = 16  # which wait for trials
-DRAFT_MASKS_S: Final = 1e-3  # what the masks behind the drafts of a request may take in a step
+DRAFT_MASKS_S: Final = 1e-3  # the limit of the time for the masks after a request's drafts in a step
 COMPILE_S: Final = 60.0  # beyond which a request is refused: a trial ends sooner, unless others are queued before it
 
 
@@ -43,10 +43,10 @@ class Grammars:
     def __init__(self, compiler: TriedCompiler | None = None, executor: Executor | None = None) -> None:
         self._compiler = compiler
         self._executor = executor or ThreadPoolExecutor(THREADS, "grammar")
-        self._known = executor or ThreadPoolExecutor(THREADS, "known-grammar")  # never behind trials
+        self._known = executor or ThreadPoolExecutor(THREADS, "known-grammar")  # never waits for trials
         self._jobs: dict[int, tuple[Req, Future[TokenMatcher], float]] = {}  # in order of arrival
         self.num_matchers = 0  # requests that have a matcher and have not ended
-        self._draft_mask_s = 0.0  # what a mask behind a draft takes, on average
+        self._draft_mask_s = 0.0  # the mean time for a mask after a draft
 
     # -- compiling
 
@@ -57,7 +57,7 @@ class Grammars:
     def submit(self, req: Req) -> None:
         """Start to compile the grammar of `req`, which is COMPILING until then; raises `RequestError` if it cannot."""
         params = req.sampling_params
-        assert params.grammar is not None, f"has no grammar: {req}"
+        assert params.grammar is not None, f"the request has no grammar: {req}"
         if self._compiler is None:
             raise RequestError("this engine has no grammars", param=params.grammar.param, code="unsupported_value")
         executor = self._known if self._compiler.is_known(params.grammar) else self._executor
@@ -91,7 +91,7 @@ class Grammars:
                 if time.monotonic() < deadline:
                     continue
                 job.cancel()
-                assert req.sampling_params.grammar is not None, f"has no grammar: {req}"
+                assert req.sampling_params.grammar is not None, f"the request has no grammar: {req}"
                 param = req.sampling_params.grammar.param
                 message = f"{param} was not compiled within {COMPILE_S:g} s: too many grammars are being compiled"
                 error = RequestError(message, param=param, code="overloaded", status=503)
@@ -138,7 +138,7 @@ class Grammars:
 
     @staticmethod
     def hold_up(launched: Sequence[Launched]) -> bool:
-        """Return whether the newest step in flight has no masks yet, so that nothing may be launched behind it."""
+        """Return whether the newest step in flight has no masks yet, so that nothing may be launched after it."""
         return bool(launched) and launched[-1].output.awaits_masks
 
     def advance(self, rows: Rows, sampled: Index, tokens: Ints) -> Index:
@@ -154,7 +154,7 @@ class Grammars:
                 req.matcher.advance(token)
                 advanced.append((i, req.matcher))
         if stale := [matcher for _, matcher in advanced if matcher.is_stale]:
-            assert self._compiler is not None, "matchers come from a compiler"
+            assert self._compiler is not None, "there are matchers, but no compiler"
             self._compiler.compute_masks(stale)
         return np.array([i for i, m in advanced if m.is_complete or m.error is not None], np.intp)
 
@@ -166,7 +166,7 @@ class Grammars:
             step.output.sample(masks)
 
     def _masks(self, plan: BatchPlan, rows: Rows) -> Ints:
-        """Return the masks of all that MASKED slots of `plan` sample: behind the confirmed text, and behind drafts."""
+        """Return the masks of all that MASKED slots of `plan` sample: after the confirmed text, and after drafts."""
         proposals = {int(p["row"]): p for p in plan.proposals}
         masks: list[Ints] = []
         began, count = time.perf_counter(), 0
@@ -175,8 +175,8 @@ class Grammars:
             assert req is not None and req.matcher is not None, f"row {row} has no matcher: {req}"
             masks.append(req.matcher.mask)
             if flags & Flag.DRAFTS and (width := stop - start) > 1:
-                behind = int(rows.confirmed_len[row] - proposals[row]["first"])
-                masks += req.matcher.along(proposals[row]["tokens"][behind : behind + width - 1])
+                offset = int(rows.confirmed_len[row] - proposals[row]["first"])
+                masks += req.matcher.along(proposals[row]["tokens"][offset : offset + width - 1])
                 count += width - 1
         if count:
             self._draft_mask_s += 0.1 * ((time.perf_counter() - began) / count - self._draft_mask_s)

@@ -188,7 +188,7 @@ class Replies:
 def _logprobs(req: Req, columns: Ints) -> LogprobColumns:
     """The part of `columns` [WIDTH, K] of a step result that `req` asks for."""
     top = req.sampling_params.logprobs
-    assert top is not None, f"did not ask for log-probabilities: {req}"
+    assert top is not None, f"the request did not ask for log-probabilities: {req}"
     ids, logprobs = columns[1 : 1 + top], columns[1 + MAX_LOGPROBS : 1 + MAX_LOGPROBS + top]
     return LogprobColumns(
         uid=req.uid,

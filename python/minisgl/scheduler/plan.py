@@ -61,7 +61,7 @@ class StepEngine(Protocol):
     bounded: Sequence[Bounded]  # what rows of the model have besides pages of FULL
 
     def launch(self, plan: BatchPlan) -> StepOutput:
-        """Start a step behind those launched before."""
+        """Start a step after those launched before."""
 
     def step_costs(self) -> StepCosts | None:
         """Return the costs of a step measured at the start; None if they were not."""
@@ -95,7 +95,7 @@ class Chunk:
 
 @dataclass(frozen=True, slots=True)
 class DraftSlots:
-    """Which of the running rows [D] have DRAFTS, and how many drafts behind their newest token; 0 for the others.
+    """Which of the running rows [D] have DRAFTS, and how many drafts after their newest token; 0 for the others.
 
     `proposals` are those of rows whose drafts come from the host.
     """

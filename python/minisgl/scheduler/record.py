@@ -302,7 +302,7 @@ def recorded(
     clock: Callable[[], float] = time.monotonic,
 ) -> Scheduler:
     """Return a scheduler with these arguments that writes the file `config.record`."""
-    assert config.record is not None, "no file to write"
+    assert config.record is not None, "the settings name no file for the record"
     recorder = Recorder(config.record)
 
     def recorded_clock() -> float:

@@ -88,7 +88,7 @@ class Req:
     @property
     def row(self) -> int:
         """The row that this request holds; there must be one."""
-        assert self.table_idx is not None, f"has no row: {self}"
+        assert self.table_idx is not None, f"the request has no row: {self}"
         return self.table_idx
 
     def note_chunk(self, now: float) -> None:
@@ -168,7 +168,7 @@ class Admission:
         if msg.output_ids:  # as after a preemption
             req.append_sampled(ids_from_bytes(msg.output_ids))
             if len(req.ids) >= req.max_len or not 0 <= req.ids.min() <= req.ids.max() < self._limits.vocab_size:
-                raise ValueError(f"request {msg.uid} cannot go on behind {len(req.ids) - req.prompt_len} tokens")
+                raise ValueError(f"request {msg.uid} cannot go on after {len(req.ids) - req.prompt_len} tokens")
             req.prompt_logprobs = None
         return req
 

@@ -298,7 +298,7 @@ class Scheduler:
         return req.max_len - int(self.rows.confirmed_len[req.row])
 
     def _make_room(self, req: Req) -> None:
-        """Preempt the newest request that is much longer than `req`, which waits in vain, and put it behind."""
+        """Preempt the newest request that is much longer than `req`, and queue it after `req`."""
         for victim in reversed(self.decode.running):
             if self._tokens_left(victim) > MUCH_LONGER * req.max_len:
                 victim.new_tokens = max(victim.new_tokens, req.turn_tokens + 1)
@@ -428,7 +428,7 @@ class Scheduler:
 
     def finish(self, req: Req, end: Finished) -> None:
         """End a request, whatever the reason: with its one terminal reply."""
-        assert req.status is not Status.FINISHED, f"ended twice: {req}"
+        assert req.status is not Status.FINISHED, f"the request has ended already: {req}"
         self.replies.finish(end)
         self.grammars.forget(req)
         self.rows.end(req)

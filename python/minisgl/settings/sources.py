@@ -120,7 +120,7 @@ class _SetOption(argparse.Action):
     def __call__(
         self, parser: argparse.ArgumentParser, namespace: argparse.Namespace, values: Any, flag: str | None = None
     ) -> None:
-        assert flag is not None, "a positional argument is not an option"
+        assert flag is not None, "a value without a flag is not an option"
         if isinstance(values, list):
             values = _joined(values, flag) if values else "true"
         namespace.written = [*getattr(namespace, "written", []), flag]

@@ -70,7 +70,7 @@ class Case:
         return self.attention.prepare(self.batch, self.table, self.out_loc)
 
     def forward(self) -> torch.Tensor:
-        """Of queries that lie between other heads, as they do behind the projection."""
+        """Of queries that lie between other heads, as they do in the result of the projection."""
         q = self.qkv[:, : self.q.shape[1]]
         poison(self.q)
         pages = self.pages
@@ -145,7 +145,7 @@ def check_drafted(
     window: int | None = None,
     fp8_cache: bool = False,
 ) -> None:
-    """Sequences with drafts by the kernel that decodes, with unused slots and a sequence that pads behind them."""
+    """Sequences with drafts by the kernel that decodes, with unused slots and a sequence that pads after them."""
     case = Case(mix, page_size, group, dim, dtype, device, 0, window, max_queries)
     if fp8_cache:
         case.attention = TritonAttention(replace(case.attention.spec, fp8_cache=True), OpTable())

@@ -196,7 +196,7 @@ class ReferenceHead:
         return ((groups / scale).round() * scale).flatten(1) @ matrix.dense(torch.float32).T
 
     def drafts(self, ids: list[int], count: int) -> list[int]:
-        """The drafts behind `ids`."""
+        """The drafts after `ids`."""
         features, tokens, drafts = self.features(ids[:-1]), ids[1:], []
         draft_ids = self.weights["d2t"] + torch.arange(DRAFT_VOCAB)
         for _ in range(count):
@@ -247,7 +247,7 @@ def trained(folder: Path, tmp_path_factory: pytest.TempPathFactory) -> tuple[Pat
 def test_a_head_drafts_what_its_formulas_say(
     trained: tuple[Path, Path, dict[str, Tensor]], page_size: int, step: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Also behind prompts of several chunks, beside other rows, and with some drafts right and some not."""
+    """Also after prompts of several chunks, beside other rows, and with some drafts accepted and some not."""
     model, path, weights = trained
     seen: list[tuple[list[int], list[int]]] = []
     texts: dict[int, list[int]] = {}

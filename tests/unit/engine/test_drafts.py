@@ -90,7 +90,7 @@ class Oracle:
 
     def following(self, known: np.ndarray, count: int) -> np.ndarray:
         """What follows the tokens `known`, of which -1 is any."""
-        answers = self.answers[:, : len(known)]  # the device may go on behind the end of one
+        answers = self.answers[:, : len(known)]  # the device may go on after the end of one
         matches = np.flatnonzero(((answers == known) | (known == -1) | (answers == -1)).all(1))
         assert len(matches), f"no answer begins with {known}"
         right = self.answers[matches[0], len(known) : len(known) + count].clip(0)

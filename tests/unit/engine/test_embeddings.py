@@ -113,7 +113,7 @@ def test_batches_and_chunks(model: EmbeddingModel, chunk: int, chunks: int) -> N
 
 
 def test_prefixes(model: EmbeddingModel) -> None:
-    """The last token's hidden state is found behind a cached prefix; a mean needs all of them."""
+    """The last token's hidden state is found after a cached prefix; a mean needs all of them."""
     first = PROMPTS[1]
     again = [first, first[:64] + PROMPTS[2], first[:50]]
     with LLM(str(model.folder), threads=1, num_pages=64) as llm:

@@ -213,7 +213,7 @@ def test_pages_behind_windows_are_given_back(folder: Path, depth: int, options: 
     ids=str,
 )
 def test_the_step_in_cpp_gives_pages_back(folder: Path, options: dict[str, object]) -> None:
-    """It reads blocks of 64 keys, of which pages behind the window may be another row's."""
+    """It reads blocks of 64 keys, of which pages before the window may be another row's."""
     native = {"window": 9, "attention_backend": "auto", "kv_cache_dtype": options.get("kv_cache_dtype", "auto")}
     requests = make_requests(7)
     whole, _ = run(folder, CpuDevice(1), requests, gives_back=False, page_size=16, **native)

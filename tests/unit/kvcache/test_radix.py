@@ -214,9 +214,9 @@ def test_a_text_goes_on_as_another_with_its_salt() -> None:
         cache.tick(first_page)
         cache.insert_prefix(ids(*tokens), np.arange(first_page, first_page + len(tokens) // 4, dtype=np.int32), salt)
 
-    def following(prefix: tuple[int, ...], *behind: int, salt: bytes = b"") -> list[int]:
+    def following(prefix: tuple[int, ...], *after: int, salt: bytes = b"") -> list[int]:
         handle = cache.match_prefix(ids(*prefix), salt).handle
-        return cache.continuation(handle, ids(*prefix[4 * handle.num_pages :], *behind), 5, salt).tolist()
+        return cache.continuation(handle, ids(*prefix[4 * handle.num_pages :], *after), 5, salt).tolist()
 
     insert(0, b"", 1, 2, 3, 4, 5, 6, 7, 8, 9, 10, 11, 12)
     assert following((1, 2, 3, 4)) == [5, 6, 7, 8, 9]

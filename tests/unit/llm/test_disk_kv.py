@@ -124,7 +124,7 @@ def test_loads_in_parts_change_nothing(
 
 
 def scramble(path: Path) -> None:
-    """Change a byte in each KiB behind the header."""
+    """Change a byte in each KiB after the header."""
     data = bytearray(path.read_bytes())
     for at in range(storage.HEADER_BYTES + 100, len(data), 1024):
         data[at] ^= 1

@@ -28,7 +28,7 @@ def test_cache_of_8_bits() -> None:
     with LLM(device="cpu", threads=1, num_pages=400, kv_cache_dtype="fp8", speculate="off") as llm:
         greedy = [answer.text for answer in llm.chat(CHATS, PARAMS[0])]
         assert "42" in greedy[0] and "11" in greedy[1] and "7305982" in greedy[3]
-        want = tokens(llm)  # behind cached prefixes
+        want = tokens(llm)  # after cached prefixes
         facts = llm.scheduler.engine.describe()
         assert facts["kv_cache_dtype"] == "fp8" and "native" in str(facts["runners"])
     assert int(facts["kv_bytes"]) == 400 * int(facts["page_size"]) * 6 * 2 * 4 * (64 + 4)

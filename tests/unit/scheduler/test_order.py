@@ -76,8 +76,8 @@ def test_fcfs_admits_and_computes_in_order_of_arrival(seed: int) -> None:
             h.add(ids, rng.choice((1, 20, 60)), child_index, ignore_eos=True)
         h.step()
         newest = max((uid for uid, *_ in h.chunks[planned:]), default=-1)
-        behind = [r.uid for r in h.scheduler.live.values() if r.status in (Status.WAITING, Status.PREEMPTED)]
-        assert newest < min(behind, default=len(lengths)), "passed a request that waits"
+        waiting = [r.uid for r in h.scheduler.live.values() if r.status in (Status.WAITING, Status.PREEMPTED)]
+        assert newest < min(waiting, default=len(lengths)), "passed a request that waits"
         planned = len(h.chunks)
     h.finish_all()
     assert list(dict.fromkeys(uid for uid, *_ in h.chunks)) == list(range(len(lengths)))

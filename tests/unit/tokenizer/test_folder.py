@@ -39,7 +39,7 @@ CHAT = [{"role": "user", "content": "the wall"}, {"role": "user", "content": "</
 
 
 def llama2() -> Tokenizer:
-    """As in Llama 2's tokenizer.json: the normalizer prepends a space, also behind special tokens."""
+    """As in Llama 2's tokenizer.json: the normalizer prepends a space, also after special tokens."""
     tokenizer = MADE.byte_fallback()
     tokenizer.normalizer = normalizers.Sequence([normalizers.Prepend("▁"), normalizers.Replace(" ", "▁")])
     data = json.loads(tokenizer.to_str())
@@ -53,7 +53,7 @@ def added(content: str, **flags: bool) -> dict[str, Any]:
 
 NAMED = {"bos_token": "<s>", "eos_token": "</s>", "unk_token": "<unk>"}
 LISTED = {str(i): added(content) for i, content in enumerate(("<unk>", "<s>", "</s>"))}
-BEHIND = MADE.byte_fallback().get_vocab_size()
+NEXT_ID = MADE.byte_fallback().get_vocab_size()
 FOLDERS: dict[str, dict[str, Any]] = {
     "only the map has names": {
         "special_tokens_map.json": {
@@ -73,7 +73,7 @@ FOLDERS: dict[str, dict[str, Any]] = {
     },
     "added tokens in their own file": {
         "tokenizer_config.json": NAMED,
-        "added_tokens.json": {"</tool>": BEHIND + 1, "<tool>": BEHIND, "<|mid|>": BEHIND + 2},
+        "added_tokens.json": {"</tool>": NEXT_ID + 1, "<tool>": NEXT_ID, "<|mid|>": NEXT_ID + 2},
         "special_tokens_map.json": {"additional_special_tokens": ["<tool>"]},
     },
     "added tokens in the config": {
@@ -82,9 +82,9 @@ FOLDERS: dict[str, dict[str, Any]] = {
             "pad_token": "<pad>",
             "added_tokens_decoder": LISTED
             | {
-                str(BEHIND + 1): added("</tool>", special=False, lstrip=True),
-                str(BEHIND): added("<tool>", rstrip=True),
-                str(BEHIND + 2): added("<|mid|>", special=False, normalized=True),
+                str(NEXT_ID + 1): added("</tool>", special=False, lstrip=True),
+                str(NEXT_ID): added("<tool>", rstrip=True),
+                str(NEXT_ID + 2): added("<|mid|>", special=False, normalized=True),
             },
         }
     },

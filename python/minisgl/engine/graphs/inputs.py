@@ -191,7 +191,7 @@ class StepInputs:
     def verify(self, out: Tensor) -> Tensor:
         """Do what `Drafting.verify` does."""
         drafting, samples = self._parts.drafting, out.shape[1]
-        assert drafting is not None, "a plan with DRAFTS, but no drafter"
+        assert drafting is not None, "the plan has DRAFTS, but there is no drafter"
         x = self._sequences
         rows, cu_query_lens = x[ROW, : self._max_rows], x[FIRST, : self._max_rows + 1]
         lines = out.new_zeros(2, samples + 1)  # the last column is for unused slots

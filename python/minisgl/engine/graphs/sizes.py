@@ -37,7 +37,7 @@ class Size(NamedTuple):
 
     @property
     def is_plain(self) -> bool:
-        """Whether each sequence has one token, which it samples behind."""
+        """Whether each sequence has one token, and samples the next."""
         return not self.shape.chunks and self.shape.queries == 1
 
     def fits(self, chunks: int, has_drafts: bool) -> bool:

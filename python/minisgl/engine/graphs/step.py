@@ -57,7 +57,7 @@ class CapturedRunner:
 
     Where each sequence decodes one token, the forward pass ends with the logits, and each size has its own tails.
     Other steps leave hidden states in one place, and share tails by the number of tokens that they sample. A step with
-    drafts and without prompts samples behind every token; then its tail confirms drafts and asks the drafter. A drafter
+    drafts and without prompts samples after every token; then its tail confirms drafts and asks the drafter. A drafter
     with a model has graphs for its drafts. It reads prompts, and what a step computed, op by op: that is one pass,
     which is launched while the device computes. Prompt logprobs run eagerly.
 
@@ -128,7 +128,7 @@ class CapturedRunner:
 
     def launch(self, plan: BatchPlan) -> ForwardOutput:
         captured, drafting = self._choose(plan), self.parts.drafting
-        assert captured is not None, "the plan does not fit"
+        assert captured is not None, "the plan fits no captured step"
         if drafting is not None:
             drafting.remember(plan)
         extend = self._draft(plan)
@@ -149,7 +149,7 @@ class CapturedRunner:
 
     @torch.inference_mode()
     def _draft(self, plan: BatchPlan) -> Callable[[Tensor], None]:
-        """Run the drafter's model before a step; what runs it behind the step takes the sampled columns."""
+        """Run the drafter's model before a step. Return what runs it after the step, given the sampled columns."""
         parts, model, drafting = self.parts, self._model, self.parts.drafting
         if model is None or drafting is None or not (plan.has_drafts or len(plan.tokens)):
             return lambda out: None

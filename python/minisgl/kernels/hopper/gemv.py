@@ -190,7 +190,7 @@ def results_size(links: Sequence[Link]) -> int:
 def _results(device: torch.device, size: int, sizes: tuple[int, ...]) -> Tensor:
     """Return what chains with links of these `sizes` pass on. Each launch must write all of it."""
     # If allocated during a capture, they would be filled at each replay.
-    assert not torch.cuda.is_current_stream_capturing(), "run once before capturing"
+    assert not torch.cuda.is_current_stream_capturing(), "the first run is in a capture"
     results = torch.zeros(size, dtype=torch.int32, device=device)
     results[0] = 1  # a launch's number, which no result has yet
     return results

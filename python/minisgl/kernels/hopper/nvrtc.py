@@ -137,7 +137,7 @@ class Kernel(NamedTuple):
 def load_kernel(device: torch.device, name: str, header: str = "", **defines: int | str) -> Kernel | None:
     """Compile and load the function `name` of `cuda/NAME.cu`, or return None if that fails."""
     found = libraries()
-    assert found is not None, "is_usable() asks for them"
+    assert found is not None, "NVRTC and the driver were not found; call is_usable() first"
     try:
         cubin = find_or_compile(found[1], header.encode() + (SOURCES / f"{name}.cu").read_bytes(), defines)
         with torch.cuda.device(device):  # a thread of `compile_ahead` may be in another device's context

@@ -7,7 +7,7 @@ from typing import NamedTuple
 
 
 class Instruction(NamedTuple):
-    """A form of wgmma: its name behind `m64nN`, and its operands behind the predicate."""
+    """A form of wgmma: its name after `m64nN`, and its operands after the predicate."""
 
     kind: str
     options: str = ""

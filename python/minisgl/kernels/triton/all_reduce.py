@@ -1,4 +1,4 @@
-"""All-reduce between GPUs that can write into each other's memory, with add + RMSNorm behind it: one kernel.
+"""All-reduce between GPUs that can write into each other's memory, followed by add + RMSNorm: one kernel.
 
 Every rank owns an inbox that the other ranks write into. Words need no flags: an idle inbox holds EMPTY everywhere, no
 rank sends EMPTY, and the reader of a word puts EMPTY back, so a word other than EMPTY has arrived. A kernel sends,
@@ -61,7 +61,7 @@ class Inbox:
     @staticmethod
     def empty(ranks: int, part_rows: int, max_rows: int, hidden: int, device: torch.device) -> Tensor:
         """`words` of an idle inbox, for one shot of up to `part_rows` and two shots of up to `max_rows` rows."""
-        assert ranks * part_rows >= max_rows, "too few rows for the parts that an owner sums"
+        assert ranks * part_rows >= max_rows, "the parts that owners sum have too few rows"
         shape = (2, ranks * part_rows + max_rows, hidden // 2)
         return torch.full(shape, EMPTY, dtype=torch.int32, device=device)
 
@@ -216,7 +216,7 @@ def all_reduce(
     `patience` polls stops with a device assertion. `programs` is at most the number of SMs.
     """
     rows, n = len(x), x.shape[1] // 2
-    assert x.is_contiguous() and n == inbox.words.shape[2], "rows as wide as the inbox's"
+    assert x.is_contiguous() and n == inbox.words.shape[2], "x must be contiguous, and as wide as the rows of the inbox"
     ranks, limit = len(inbox.peers), inbox.max_rows if two_shot else inbox.part_rows
     assert rows <= limit, f"an all-reduce of {rows} rows in an inbox for {limit}"
     out = empty_like(x)

@@ -101,7 +101,7 @@ def look_up(
     history: Tensor, rows: Tensor, lengths: Tensor, longest: int, window: int, matches: tuple[int, int], count: int
 ) -> tuple[Tensor, Tensor]:
     """`reference.look_up`."""
-    assert window <= BASE.value and count & (count - 1) == 0, f"a window of {window} tokens, or {count} drafts"
+    assert window <= BASE.value and count & (count - 1) == 0, f"cannot search {window} tokens for {count} drafts"
     drafts = torch.empty(len(rows), count, dtype=torch.int32, device=rows.device)
     counts = torch.empty_like(lengths)
     _look_up[(len(rows),)](

@@ -40,7 +40,7 @@ def _gemv(x: Tensor, weight: Tensor, bias: Tensor | None, gate: str, norm: Norm 
 def _gemm(x: Tensor, weight: Tensor, bias: Tensor | None, gate: str, norm: Norm | None) -> tuple[Tensor, Tensor]:
     n_rows, n_in = weight.shape
     config = gemm_config(len(x), n_rows, n_in, x.dtype, gate)
-    assert config is not None, "refused"
+    assert config is not None, "the GEMM kernel does not support this product"
     normed, total = normalised(x, norm)
     return gemm(normed, len(x), 1, weight, bias, x.dtype, gate, config), total
 
@@ -67,7 +67,7 @@ def _refuses_rows(p: Product) -> str | None:
     return "for quantized weights" if p.kind is None else quantized.refuses_rows(p)
 
 
-# In order of preference, behind those of `hopper`.
+# In order of preference, after those of `hopper`.
 PRODUCTS: Final = (
     Kernel(
         "GEMV, quantized",

@@ -73,7 +73,7 @@ def counters(device: torch.device, idle: int = 0, stride: int = 1) -> Tensor:
     tensor = _counters.get((device, idle, stride))
     if tensor is None:
         # If allocated during a capture, they would be filled only at replay, and would be in the graph's memory.
-        assert device.type != "cuda" or not torch.cuda.is_current_stream_capturing(), "run once before capturing"
+        assert device.type != "cuda" or not torch.cuda.is_current_stream_capturing(), "the first run is in a capture"
         tensor = torch.full((COUNTERS * stride,), idle, dtype=torch.int32, device=device)
         _counters[device, idle, stride] = tensor
     return tensor

@@ -278,7 +278,7 @@ def widen(weight: Quantized, dtype: torch.dtype) -> Tensor:
 def refuses_rows(product: Product) -> str | None:
     """Return why cuBLAS is faster than Triton's kernel."""
     kind, most = product.kind, math.inf
-    assert kind is not None, "not quantized"
+    assert kind is not None, "the weight of the product is not quantized"
     if kind.bits == 4:
         most = 256  # gate_up at 256 rows: 79 us; 143 dequantized, by cuBLAS
     # Our int8 kernel is faster than cuBLAS's. cuBLAS reads block scales four at a time.

@@ -209,7 +209,7 @@ def _launch(
     """`cuts` are those of `find_cuts`; `first` is None if the logits are those of the whole vocabulary."""
     num_seqs, vocab_size = logits.shape
     device = logits.device
-    assert num_seqs <= COUNTERS, f"{num_seqs} sequences sampled at once"
+    assert num_seqs <= COUNTERS, f"the kernel cannot sample {num_seqs} sequences at once"
     logits = logits.contiguous()
     out = torch.empty((2, num_seqs), dtype=torch.int32, device=device)
     tiles = triton.cdiv(vocab_size, BLOCK)

@@ -273,7 +273,7 @@ def find_cuts(logits: Tensor, rows: Tensor, state: SamplingState) -> tuple[Tenso
     """
     num_seqs, vocab_size = logits.shape
     device = logits.device
-    assert num_seqs <= COUNTERS, f"{num_seqs} sequences sampled at once"
+    assert num_seqs <= COUNTERS, f"the kernel cannot sample {num_seqs} sequences at once"
     cuts = torch.empty(num_seqs, dtype=torch.float32, device=device)
     cut_indices = torch.empty(num_seqs, dtype=torch.int32, device=device)
     block = min(BLOCK, triton.next_power_of_2(vocab_size))

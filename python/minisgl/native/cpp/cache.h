@@ -195,8 +195,8 @@ struct BlockPrefetch {
             const int64_t position = walk.first + i * kLanes < item.to ? walk.first + i * kLanes : walk.first;
             const int64_t id = table[item.span->row * table_width + position / cache.page];
             const int64_t offset = position % cache.page;
-            const int64_t behind = offset * (is_v ? cache.dim : step) * cache.width();
-            lines[i] = cache.template head<char>(id, is_v, item.head) + behind;
+            const int64_t bytes = offset * (is_v ? cache.dim : step) * cache.width();
+            lines[i] = cache.template head<char>(id, is_v, item.head) + bytes;
         }
         stride = is_v ? 64 : cache.page * step * cache.width();
         count = cache.dim / step;

@@ -296,7 +296,7 @@ using X = typename Dot<T>::X;
 // instead of 38 GB/s.)
 INLINE void prefetch(const void* p) { __builtin_prefetch(p, 0, 2); }
 
-// What to prefetch while a panel is read: at step i the line `offset` + i * `stride` bytes behind the panel's begin.
+// What to prefetch while a panel is read: at step i the line `offset` + i * `stride` bytes after the panel's begin.
 struct Prefetch {
     int64_t offset = 0, stride = 0;  // bytes; no prefetch if both are 0
 

@@ -60,7 +60,7 @@ class Stepper:
     def share_prefix(self, source: int, target: int, tokens: int) -> None:
         """Map the pages of the first `tokens` (whole pages) of row `source` to the unused row `target`."""
         count = tokens // self.page_size
-        assert tokens == count * self.page_size and target not in self._pages, "only whole pages, and a new row"
+        assert tokens == count * self.page_size and target not in self._pages, "share whole pages with a new row"
         for pages in self._pages[source][:count]:
             self._map(target, pages)
 
@@ -86,7 +86,7 @@ class Stepper:
 def engine_of(llm: LLM) -> Engine:
     """Return the engine of `llm` as an `Engine`: the scheduler knows only its protocol."""
     engine = llm.scheduler.engine
-    assert isinstance(engine, Engine), "LLM makes only real engines"
+    assert isinstance(engine, Engine), "the engine is not an `Engine`"
     return engine
 
 

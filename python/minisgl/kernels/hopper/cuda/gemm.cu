@@ -76,7 +76,7 @@ __device__ __forceinline__ float4 join(float4 v, float4 rest) {  // the parts of
     return {v.x + rest.x / FACTOR, v.y + rest.y / FACTOR, v.z + rest.z / FACTOR, v.w + rest.w / FACTOR};
 }
 
-// Copy steps `first` to `last`, and behind the barriers the scales of x, with the first step.
+// Copy steps `first` to `last`, and after the barriers the scales of x, with the first step.
 __device__ __forceinline__ void copy_all(const Arguments &a, u32 ring, u32 full, u32 empty, int block, int first, int last) {
     const u64 policy = evict_first();
     const int early = min(last, first + STAGES);

@@ -1,4 +1,4 @@
-// What the GEMMs with 8-bit weights on Hopper share, behind `wgmma.cu`. GATE: 0 none, 1 SiLU, 2 GELU with tanh.
+// What the GEMMs with 8-bit weights on Hopper share; needs `wgmma.cu`. GATE: 0 none, 1 SiLU, 2 GELU with tanh.
 //
 // IS_INT: both operands are int8, and sums are exact. Otherwise they are float8_e4m3fn, and the tensor cores accumulate
 // with only 14 bits: such a sum must not cover many columns.

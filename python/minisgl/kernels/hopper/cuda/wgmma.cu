@@ -1,4 +1,4 @@
-// What the kernels with wgmma share, behind `hopper.cu`: clusters, registers of warpgroups, waits for products, operands.
+// What the kernels with wgmma share; needs `hopper.cu`: clusters, registers of warpgroups, waits for products, operands.
 
 #ifdef __CUDACC__
 __device__ __forceinline__ void synchronize_cluster() {
