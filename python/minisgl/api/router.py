@@ -20,7 +20,7 @@ logger = logging.getLogger(__name__)
 SILENT_S: Final = 3.0  # a replica without a heartbeat for this long gets requests only if all others are silent, too
 MAX_DEATHS: Final = 2  # a request fails after so many of its replicas have died: it may be the cause
 ANSWER_TOKENS: Final = 256.0  # the first estimate of an answer's length
-MEMORY: Final = 0.98  # the weight that the estimate keeps after an answer
+DECAY: Final = 0.98  # of the estimate, with each answer
 GAUGES: Final = ("running", "waiting", "pages_total", "pages_free", "pages_evictable", "pages_held")
 NOT_SUMMED: Final = ("incarnation", "step", "page_size", "tiers")
 
@@ -149,7 +149,7 @@ class Router:
         requests = self._lost[routed.incarnation][1] if replica is None else replica.requests
         del requests[reply.uid]
         if reply.finish_reason in (FinishReason.STOP, FinishReason.LENGTH):
-            self._answer_tokens += (1 - MEMORY) * (reply.completion_tokens - self._answer_tokens)
+            self._answer_tokens += (1 - DECAY) * (reply.completion_tokens - self._answer_tokens)
 
     def _assign(self, routed: Routed, now: float) -> int | None:
         """Assign a request to the replica where it costs least, and return its incarnation."""

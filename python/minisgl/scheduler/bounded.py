@@ -1,4 +1,4 @@
-"""The window pages and slots of rows (`kvcache/snapshots.py`): when they come and go, and their copies."""
+"""Allocates and frees the window pages and slots of rows, and plans copies to and from `kvcache/snapshots.py`."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ class BoundedState:
     def __init__(
         self, snapshots: Snapshots, rows: Rows, make_room: Callable[[Mapping[int, int], Reason], bool]
     ) -> None:
-        """`make_room` gets pages of groups within reach, for a snapshot with a reason; see `CacheManager`."""
+        """`make_room` is `CacheManager.make_room`."""
         self.snapshots, self.pools = snapshots, snapshots.pools
         self.computed_len = np.zeros(rows.num_rows, np.int32)
         self._rows = rows
@@ -43,17 +43,17 @@ class BoundedState:
 
     @property
     def row_needs(self) -> dict[int, int]:
-        """Return the ids that one more row is promised, by group."""
+        """Return the number of ids to reserve for one more row, by group."""
         return {pool.group: pool.per_row for pool in self.pools}
 
     def _has_room(self, length: int, reason: Reason = Reason.END) -> bool:
-        """Make room for a snapshot of `length` tokens; false if there is none yet."""
+        """Make room for a snapshot of `length` tokens; return false if that is not possible yet."""
         return self._make_room({pool.group: len(pool.span(length, length)) for pool in self.pools}, reason)
 
     def open(self, req: Req, waiting: Iterable[Req]) -> None:
-        """Give a request that has got its row what it needs to go on after its cached prefix, and plan its captures.
+        """Restore the snapshot of a request's cached prefix to its new row, and plan its captures.
 
-        One is where its prompt parts from the one of those `waiting` that is most like it.
+        One capture is where the prompt diverges from the most similar one of `waiting`.
         """
         row, handle, page_size = req.row, req.cache_handle, self._rows.page_size
         length = self.computed_len[row] = int(self._rows.cached_len[row])
@@ -67,15 +67,15 @@ class BoundedState:
                 for pool in self.pools
                 for index, source in pool.snapshots[snapshot].items()
             ]
-        # Of prompts that come one by one, the third finds what the second has captured where it parted from the first.
-        parting = max((common_prefix_len(req.ids, other.ids) for other in waiting), default=0)
-        shared = req.system_tokens, handle.branch * page_size, parting
+        # Prompts may arrive one by one: the second captures where it diverges from the first, and the third finds that.
+        divergence = max((common_prefix_len(req.ids, other.ids) for other in waiting), default=0)
+        shared = req.system_tokens, handle.branch * page_size, divergence
         wanted = dict.fromkeys(range(EVERY, len(req.ids), EVERY), Reason.SPARE)
         wanted |= {len(req.ids) - 1: Reason.END} | dict.fromkeys(shared, Reason.SHARED)
         req.capture_at = dict(sorted((end // page_size * page_size, reason) for end, reason in wanted.items()))
 
     def extend(self, req: Req, stop: int | None = None) -> None:
-        """Give a row the ids that it lacks for the first `stop` tokens of its text, or for all of its pages."""
+        """Allocate the ids that a row lacks for the first `stop` tokens of its text, or for all of its pages."""
         stop = len(req.pages) * self._rows.page_size if stop is None else stop
         for pool in self.pools:
             span = pool.span(int(self.computed_len[req.row]), stop)
@@ -83,15 +83,15 @@ class BoundedState:
                 self._rows.writes.bounded[pool.group, req.row, index] = i
 
     def chunk_limit(self, req: Req, start: int) -> int:
-        """Return the number of tokens from `start` on for which there may be ids.
+        """Return the number of tokens from `start` on for which ids are available.
 
-        Rather than a few, there are none while prompts have tokens in flight, and soon more ids.
+        It is 0 instead of a small number while other prompts are in flight, since more ids will be free soon.
         """
         limit = min(pool.limit(req.row, int(self.computed_len[req.row])) for pool in self.pools) - start
         return limit if limit >= TILE_TOKENS or not any(pool.excess for pool in self.pools) else 0
 
     def add_chunk(self, req: Req, start: int, stop: int) -> None:
-        """Give a row the ids for a chunk of its prompt, and capture what is wanted of it, as far as there is room."""
+        """Allocate the ids for a chunk of a prompt, and plan its captures, as far as there is memory."""
         self.extend(req, min(stop + IN_FLIGHT, req.max_len - 1))
         for length, reason in req.capture_at.items():
             if not (start < length <= stop and self._has_room(length, reason)):
@@ -116,9 +116,10 @@ class BoundedState:
                 pool.release([ids.pop(index) for index in list(ids) if index < first])
 
     def pop_captures(self, req: Req, finite: int, *, is_leaving: bool) -> list[tuple[int, Snapshot]]:
-        """Return (tokens, snapshot) of what was captured of a request, whose first `finite` tokens are.
+        """Return (tokens, snapshot) of each capture of a request whose first `finite` tokens have finite logits.
 
-        A leaving request hands its window over, as of the last page boundary. A state is only as of the newest token.
+        The window of a leaving request becomes a snapshot as of the last page boundary. A recurrent state cannot: it is
+        as of the newest token.
         """
         captures, req.captures = req.captures, []
         length = finite // self._rows.page_size * self._rows.page_size
@@ -132,7 +133,7 @@ class BoundedState:
         return captures
 
     def close(self, req: Req) -> None:
-        """Free what a row has, and what was captured of it and not inserted."""
+        """Free the ids of a row, and its captures that were not inserted."""
         for pool in self.pools:
             pool.release([*pool.rows.pop(req.row).values()])
         for _, snapshot in req.captures:

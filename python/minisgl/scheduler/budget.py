@@ -181,12 +181,12 @@ class Pace:
             costs.chunk_seconds(c.start, c.stop - c.start) for c in chunks
         )
 
-    def loads(self, num_running: int, context: int, beside: float) -> LoadBudget:
-        """Return the seconds of loads that a step may start while a step of `beside` seconds is in flight.
+    def load_budget(self, num_running: int, context: int, in_flight: float) -> LoadBudget:
+        """Return the budget of loads that a step may start while one of `in_flight` seconds computes.
 
         Loads that end with the step in flight delay no request. Longer ones delay running requests by at most a step.
         """
-        return LoadBudget(beside, self.seconds(num_running, context) if num_running else QUEUE_S)
+        return LoadBudget(in_flight, self.seconds(num_running, context) if num_running else QUEUE_S)
 
     def describe(self) -> dict[str, str | int | float]:
         """Facts for the banner and /server_info."""

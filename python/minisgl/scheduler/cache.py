@@ -93,9 +93,9 @@ class CacheManager:
         return self.pages.allocate(count)
 
     def make_room(self, needs: Mapping[int, int], reason: Reason = Reason.SHARED) -> bool:
-        """Evict until so many pages of groups are within reach; false if that is not possible yet.
+        """Evict until `needs` (pages by group) can be allocated; return false if that is not possible yet.
 
-        They are for a row, or a snapshot with `reason`. With snapshots, the order in which these are dropped counts.
+        The pages are for a row, or for a snapshot with `reason`. Snapshots are evicted in their own order.
         """
         while not self.arena.fits(needs):
             if self.prefix.snapshots is not None:
@@ -152,7 +152,7 @@ class CacheManager:
             self.rows.set_pages(req, 0, req.pages)
 
     def pop_moves(self, seconds: float, *, is_idle: bool) -> Records:
-        """Return the copies between tiers that a step of so many `seconds` makes: no more than fit beside it."""
+        """Return the copies between tiers that a step of `seconds` makes, as many as end with it."""
         if not self.prefix.tiers:
             return NO_MOVES
         # In idle time, room is not made for later pages.
@@ -160,7 +160,7 @@ class CacheManager:
         return self.prefix.pop_moves(self._pages_ahead - self.free_size, max_stores)
 
     def write_back(self, *, lasting: bool) -> bool:
-        """Let an idle step copy cached pages to tiers; `lasting`: that outlive the process. False if none."""
+        """Queue copies of cached pages to tiers (`lasting`: to those that outlive the process); return whether any."""
         pages = max(1, int(WRITE_BACK_S / self._copy_seconds))
         return bool(self.prefix.tiers and self.prefix.write_back(pages, lasting=lasting))
 
@@ -255,18 +255,18 @@ class CacheManager:
         self._release_evicted(self.prefix.reset())
 
     def _release_evicted(self, pages: Ints) -> None:
-        # After the others: they are taken in the order in which they are stored, after those that need no store.
+        # At the end of the free list: pages that need no copy to a tier are allocated before these.
         self.pages.release(pages.tolist(), last=True)
         if not self.prefix.tiers:
-            self._tell_free(pages.tolist())
+            self._notify_free(pages.tolist())
 
     def _release_pages(self, pages: list[int], *, are_used: bool = True) -> None:
         """Free `pages` that a step has used; some may still have to be copied to a tier."""
         self.pages.release(pages)
         if are_used:
-            self._tell_free(pages)
+            self._notify_free(pages)
 
-    def _tell_free(self, pages: list[int]) -> None:
+    def _notify_free(self, pages: list[int]) -> None:
         if self.on_free is not None and pages:
             self.on_free(pages)
 

@@ -36,10 +36,10 @@ if TYPE_CHECKING:
 
     Constrain = Callable[[Req, Ints], tuple[Ints, bool]]
 
-# The weight that a row's acceptance estimate keeps after a step with drafts, a step without, and a pause.
-MEMORY, IDLE_MEMORY, PAUSE_MEMORY = 0.9, 0.98, 0.5
+# The decay of a row's acceptance estimate in a step with drafts, in a step without, and in a pause.
+DECAY, IDLE_DECAY, PAUSE_DECAY = 0.9, 0.98, 0.5
 HOST_S, HOST_ROW_S = 4e-4, 4e-5  # the host's cost of a step with drafts and of a row in it, which counts on a CPU
-WON_MEMORY: Final = 0.8  # the weight that earlier gains keep after another step with drafts
+GAIN_DECAY: Final = 0.8  # of earlier gains, in a step with drafts
 PRIOR: Final = 0.5  # the first estimate of the acceptance rate
 PRIOR_TRIES, ROW_TRIES = 1.0, 3.0  # the weights of PRIOR, and of the estimate for all rows in that of one row
 MODEL_PRIOR: Final = 0.8  # the same if a model drafts; n-gram lookup then needs a long match
@@ -48,7 +48,7 @@ DEVICE, HOST = 0, 1  # the source of drafts
 MIN_PAUSE, MAX_PAUSE = 4, 32  # plain steps until the drafter is asked again; a row's own first pause is 1
 PEEK_ROWS, PEEK_TOKENS = 64, 1 << 16  # limits of n-gram lookup on the host, which then takes less than a millisecond
 NEVER: Final = 1 << 62
-FREE: Final = StepCosts(1.0, 0.0)  # if steps are not measured
+NO_COSTS: Final = StepCosts(1.0, 0.0)  # if steps are not measured
 NO_RATES: Final = np.zeros((2, 0))
 
 
@@ -88,7 +88,7 @@ class Drafts:
         self.rows = rows
         self.cache = cache
         self._constrain = constrain
-        self._costs = costs or FREE
+        self._costs = costs or NO_COSTS
         self.max_drafts = max_drafts
         self._index = np.arange(max_drafts + 1)
         self._known_seconds: dict[tuple[int, int], npt.NDArray[np.float64]] = {}
@@ -100,7 +100,7 @@ class Drafts:
         self._asks_device = kind != "tree" and (self._has_model or not self._looks_up)
         self._is_shared = self._adapts and self._asks_device  # the pause
         self._resumes_at = 0  # of rows that begin, where it is
-        self._won = 0.0  # seconds, by the last steps with drafts
+        self._gain = 0.0  # seconds, by the last steps with drafts
         self._min_match = MAX_MATCH if self._has_model else MIN_MATCH
         self._first_prior = self._prior = np.full(2, MODEL_PRIOR if self._has_model else PRIOR)
         self.resumes_at = np.zeros(rows.num_rows, np.int64)
@@ -140,7 +140,7 @@ class Drafts:
             proposals = self._propose(step, running, may_ask, is_masked)
         # A row whose length only the device knows keeps DRAFTS until its last draft is collected.
         is_drafted = (may_ask & ~is_masked & self._asks_device) | in_flight
-        is_found = self._are_in(proposals, running)
+        is_found = self._have_proposal(proposals, running)
         if not (is_drafted | is_found).any():
             return None
         is_proposed = is_found | is_masked
@@ -150,7 +150,7 @@ class Drafts:
             is_proposed &= ~(is_drafted & ~is_masked) | (expected[HOST] >= expected[DEVICE])
         counts = self._worthwhile(running, rates, is_proposed.astype(np.intp), is_drafted | is_proposed)
         if self._adapts:
-            self._forget(running[may_ask & (counts == 0)], IDLE_MEMORY)
+            self._decay(running[may_ask & (counts == 0)], IDLE_DECAY)
             if not self._is_shared:
                 self._pause(running[is_found & (counts == 0)], step)
             elif self._has_model and may_ask.any() and not counts.any():
@@ -283,7 +283,7 @@ class Drafts:
             self._known_seconds[count, are_proposed] = known
         return known + self._costs.draft_context_seconds(count, int(self.rows.cached_len[running].sum()))
 
-    def _are_in(self, proposals: Records, running: Index) -> npt.NDArray[np.bool_]:
+    def _have_proposal(self, proposals: Records, running: Index) -> npt.NDArray[np.bool_]:
         """Return which of the rows `running` have a proposal."""
         if not len(proposals):
             return np.zeros(len(running), np.bool_)
@@ -337,33 +337,33 @@ class Drafts:
         # Drafts looked up for a row that decodes plainly by now are outdated.
         is_current = self.is_tracked[rows] | self._has_model
         self.ready[DEVICE, rows] = np.where(is_current, result.ready[first[is_drafted]], 0)
-        from_host = self._are_in(plan.proposals, rows)
+        from_host = self._have_proposal(plan.proposals, rows)
         at = from_host.astype(np.intp), rows
         is_guess = (drafts > 0) & ~(self.is_forced[rows] & from_host)
-        memory = np.where(is_guess, MEMORY, 1.0)
+        decay = np.where(is_guess, DECAY, 1.0)
         found, tries = accepted * is_guess, np.minimum(drafts, accepted + 1) * is_guess
-        self.accepted_weight[at] = memory * self.accepted_weight[at] + found
-        self.tried_weight[at] = memory * self.tried_weight[at] + tries
+        self.accepted_weight[at] = decay * self.accepted_weight[at] + found
+        self.tried_weight[at] = decay * self.tried_weight[at] + tries
         if self._adapts and self._has_model:
             found, tries = np.bincount(at[0], found, 2), np.bincount(at[0], tries, 2)
             self._prior = (self._prior * PAST_TRIES + found) / (PAST_TRIES + tries)
         if self._is_shared:
-            self._weigh(slots["row"].astype(np.intp), int(drafts.sum()), int(accepted.sum()), step)
+            self._judge(slots["row"].astype(np.intp), int(drafts.sum()), int(accepted.sum()), step)
         elif self._adapts:
             self.pause[rows[accepted > 0]] = 0
             self._pause(rows[is_guess & (accepted == 0)], step)
         return int(drafts.sum()), int(accepted.sum())
 
-    def _weigh(self, rows: Index, drafts: int, accepted: int, step: int) -> None:
+    def _judge(self, rows: Index, drafts: int, accepted: int, step: int) -> None:
         """Let all rows decode plainly for a while if drafts do not pay, since asking for them slows every row.
 
         The gain of drafts is the extra time that plain steps would have taken for the same tokens.
         """
         seconds = self._seconds(rows, are_proposed=False)
-        self._won = WON_MEMORY * self._won + (1 + accepted / len(rows)) * seconds[0] - seconds[max(1, drafts)]
-        if self._won > 0:
+        self._gain = GAIN_DECAY * self._gain + (1 + accepted / len(rows)) * seconds[0] - seconds[max(1, drafts)]
+        if self._gain > 0:
             self.pause[:] = 0
-        pays = self._won > 0
+        pays = self._gain > 0
         if not pays and not drafts:  # the drafter was asked: is any draft worth trying?
             source, may_draft = np.full(len(rows), DEVICE), self.resumes_at[rows] < NEVER
             pays = bool(self._worthwhile(rows, self._rates(rows), source, may_draft).any())
@@ -373,8 +373,8 @@ class Drafts:
     def _pause_all(self, step: int) -> None:
         self._pause(np.flatnonzero(self.resumes_at < NEVER), step)
         self._resumes_at = int(self.resumes_at[self.resumes_at < NEVER].max(initial=0))
-        self._won = 0.0
-        self._prior = IDLE_MEMORY * self._prior + (1 - IDLE_MEMORY) * self._first_prior  # so drafts are tried again
+        self._gain = 0.0
+        self._prior = IDLE_DECAY * self._prior + (1 - IDLE_DECAY) * self._first_prior  # so drafts are tried again
 
     def _pause(self, rows: npt.NDArray[np.intp], step: int) -> None:
         """Let `rows` decode plainly, longer each time, and lower the weight of a bad estimate for the next try."""
@@ -384,11 +384,11 @@ class Drafts:
         resumes_at = step + 1 + self.pause[rows]
         self.resumes_at[rows] = resumes_at + -resumes_at % self.pause[rows]  # the same step for many rows
         self.ready[DEVICE, rows] = self.max_drafts * self._has_model
-        self._forget(rows, PAUSE_MEMORY)
+        self._decay(rows, PAUSE_DECAY)
 
-    def _forget(self, rows: npt.NDArray[np.intp], memory: float) -> None:
-        self.accepted_weight[:, rows] *= memory
-        self.tried_weight[:, rows] *= memory
+    def _decay(self, rows: npt.NDArray[np.intp], decay: float) -> None:
+        self.accepted_weight[:, rows] *= decay
+        self.tried_weight[:, rows] *= decay
 
 
 def create_drafts(

@@ -28,9 +28,9 @@ if TYPE_CHECKING:
     from minisgl.scheduler.req import Req
     from minisgl.scheduler.rows import Index, Rows
 
-THREADS: Final = 16  # which wait for trials
+THREADS: Final = 16  # they wait for trials
 DRAFT_MASKS_S: Final = 1e-3  # the limit of the time for the masks after a request's drafts in a step
-COMPILE_S: Final = 60.0  # beyond which a request is refused: a trial ends sooner, unless others are queued before it
+COMPILE_S: Final = 60.0  # the compile timeout; a trial has a lower one, so this ends only a wait in a queue of trials
 
 
 SAMPLES_MASKED: Final = Flag.SAMPLES | Flag.MASKED
@@ -107,7 +107,7 @@ class Grammars:
             yield req, error
 
     def wait(self, seconds: float) -> None:
-        """Wait until a grammar is compiled, at most so long."""
+        """Wait until a grammar is compiled, for at most `seconds`."""
         if self._jobs:
             wait([job for _, job, _ in self._jobs.values()], seconds, return_when="FIRST_COMPLETED")
 
@@ -116,7 +116,7 @@ class Grammars:
     def constrain(self, req: Req, guess: Ints) -> tuple[Ints, bool]:
         """Return the tokens that the grammar of `req` forces after its confirmed text, and True.
 
-        If there are none, return as much of `guess` as the grammar allows, and False. Without a grammar, that is all.
+        If there are none, or no grammar, return as much of `guess` as the grammar allows, and False.
         """
         if req.matcher is None:
             return guess, False
@@ -127,9 +127,9 @@ class Grammars:
     # -- masks
 
     def plan_masks(self, plan: BatchPlan, rows: Rows) -> Ints:
-        """Return the masks of `plan` [M, W], which is not counted as planned yet.
+        """Return the masks [M, W] of `plan`; none if one of them depends on a token in flight.
 
-        None, if one of them depends on a token in flight.
+        Call this before `Rows.advance`.
         """
         slots = plan.slots[(plan.slots["flags"] & ON_DEVICE) == ON_DEVICE]
         if (rows.confirmed_len[slots["row"]] <= rows.cached_len[slots["row"]]).any():
@@ -137,7 +137,7 @@ class Grammars:
         return self._masks(plan, rows)
 
     @staticmethod
-    def hold_up(launched: Sequence[Launched]) -> bool:
+    def awaits_masks(launched: Sequence[Launched]) -> bool:
         """Return whether the newest step in flight has no masks yet, so that nothing may be launched after it."""
         return bool(launched) and launched[-1].output.awaits_masks
 

@@ -69,16 +69,17 @@ class GrowthEstimate:
 class PrefillManager:
     """Admits waiting requests and plans chunks of their prompts within a token budget.
 
-    Requests go in the order of one `key`. The shortest prompt is next, even between the chunks of a longer one that is
-    `chunked` (admitted, with a part of the prompt still to be planned). But a request is due, and goes before all that
-    are not, once as many prompt tokens have been admitted as had arrived with it, and OVERTAKING times its own. So a
-    prompt of n tokens waits at most for twice the tokens that waited before it, and 2 x OVERTAKING x n.
+    Requests are in the order of one `key`, the shortest prompt first. It also runs between the chunks of a longer one
+    that is `chunked` (admitted, with a part of the prompt still to be planned). Each request has a deadline in admitted
+    prompt tokens: those that waited when it arrived, plus OVERTAKING times its own. After its deadline a request is
+    due, and goes before all that are not. So a prompt of n tokens waits for at most twice the tokens that waited before
+    it, plus 2 x OVERTAKING x n.
 
-    A due request that lacks pages lets much shorter ones pass, by OVERTAKING times its own tokens once more. Much
-    shorter ones need no pages for the growth of the running ones, which would be preempted before them.
+    While a due request lacks pages, much shorter ones pass it, for OVERTAKING times its own tokens more. For these, no
+    pages are reserved for the growth of running requests, which would be preempted first.
 
     Prompts and choices of one client's request count as one: each waits as if the earlier ones were a part of it
-    (`Req.turn_tokens`), and leaves some rows free.
+    (`Req.queue_tokens`), and leaves some rows free.
 
     With the policy `fcfs`, all of this is off: every request is due from its arrival, and none passes another one.
     """
@@ -100,21 +101,21 @@ class PrefillManager:
     def key(self, req: Req) -> tuple[bool, int, int]:
         """Return the key that orders requests."""
         is_due = req.deadline <= self._admitted
-        return not is_due, req.deadline if is_due else req.turn_tokens, req.order
+        return not is_due, req.deadline if is_due else req.queue_tokens, req.order
 
     def add(self, req: Req) -> None:
         """Queue a new request."""
         req.new_tokens = len(req.ids) - self._cached_len(req)
         self._insert(req, self._waiting_tokens + req.new_tokens)
 
-    def put_back(self, req: Req) -> None:
+    def requeue(self, req: Req) -> None:
         """Queue a preempted request again, with a new deadline."""
         self._insert(req, 0)
         self._admitted -= req.new_tokens  # which count once
 
     def _insert(self, req: Req, tokens_before: int) -> None:
         if not self.is_fcfs:
-            req.deadline = max(req.deadline, self._admitted + tokens_before + OVERTAKING * req.turn_tokens)
+            req.deadline = max(req.deadline, self._admitted + tokens_before + OVERTAKING * req.queue_tokens)
         self.waiting.append(req)
         self._is_sorted = False
         self._waiting_tokens += req.new_tokens
@@ -151,15 +152,15 @@ class PrefillManager:
             longest = max(longest, left)
         return min(total - longest, enough)
 
-    def is_full(self, turn_tokens: int, limit: int) -> bool:
-        """Whether a new prompt with `turn_tokens` would wait for more than `limit` tokens that it does not pass."""
+    def is_full(self, queue_tokens: int, limit: int) -> bool:
+        """Whether a new prompt with `queue_tokens` would wait for more than `limit` tokens that it does not pass."""
         if self._waiting_tokens <= limit:
             return False
-        before = (r for r in self.waiting if r.turn_tokens <= turn_tokens or r.deadline <= self._admitted)
+        before = (r for r in self.waiting if r.queue_tokens <= queue_tokens or r.deadline <= self._admitted)
         return sum(r.new_tokens for r in before) > limit
 
-    def impatient(self, step: int) -> Req | None:
-        """Return the head of the queue if it has been that for `patience` steps; call it once in each step.
+    def starved(self, step: int) -> Req | None:
+        """Return the head of the queue if it has been the head for `patience` steps. Call this once a step.
 
         None with `fcfs`, where no running request arrived after the head.
         """
@@ -207,7 +208,7 @@ class PrefillManager:
 
     def _passing(self, blocked: Req, waiting: Iterator[Req]) -> Iterator[Req]:
         """Return those of `waiting` that may pass `blocked`, which lacks pages: much shorter ones, up to a bound."""
-        if self._admitted >= blocked.deadline + OVERTAKING * blocked.turn_tokens:
+        if self._admitted >= blocked.deadline + OVERTAKING * blocked.queue_tokens:
             return iter(())
         return (req for req in waiting if MUCH_LONGER * req.max_len <= blocked.max_len)
 

@@ -81,8 +81,8 @@ class Req:
         self.prompt_logprobs: list[Ints] | None = [] if sampling_params.wants_prompt_logprobs else None
 
     @property
-    def turn_tokens(self) -> int:
-        """The prompt tokens by which requests wait their turn: its own, once for each that its client put before it."""
+    def queue_tokens(self) -> int:
+        """The length that orders the queue: k times the tokens of the k-th prompt or choice of an HTTP request."""
         return self.new_tokens * (1 + self.child_index)
 
     @property
@@ -144,7 +144,7 @@ class Admission:
     def admit(self, msg: UserMsg, num_queued: int, is_full: Callable[[int, int], bool]) -> Req:
         """Make the request that `msg` asks for.
 
-        `is_full(turn_tokens, limit)`: whether such a request would wait for more than `limit` prompt tokens.
+        `is_full(queue_tokens, limit)`: whether such a request would wait for more than `limit` prompt tokens.
         Raises `RequestError` if it is invalid, can never fit, or the queue is full, and `ValueError` for half a token
         or for more output than it may have.
         """

@@ -65,7 +65,7 @@ if TYPE_CHECKING:
 logger = logging.getLogger(__name__)
 
 COMPILE_POLL_S: Final = 0.005  # how long to wait for grammars when there is nothing else to do
-EXIT_S: Final = 1.0  # how long the exit may take for these pages
+EXIT_S: Final = 1.0  # the time limit of `save`
 
 
 class Scheduler:
@@ -171,7 +171,7 @@ class Scheduler:
             else:
                 self.finish(req, endings.failed(req.uid, error))
         self._refuse_late()
-        while self.grammars.hold_up(self.launched):  # only with more than one step in flight
+        while self.grammars.awaits_masks(self.launched):  # only with more than one step in flight
             self.collect(self.launched.popleft())
         step = self.plan()
         if step is not None:
@@ -245,8 +245,8 @@ class Scheduler:
         """Return the work of the next step, if any. Takes rows and pages, but advances no request yet."""
         self.step_number += 1
         self.cache.prefix.tick(self.step_number)
-        if (req := self.prefill.impatient(self.step_number)) is not None and not self.leaving:
-            self._make_room(req)
+        if (req := self.prefill.starved(self.step_number)) is not None and not self.leaving:
+            self._preempt_longer(req)
         running, is_short = self.decode.plan(self._preempt_for)
         drafts = None
         if self.drafts is not None:
@@ -255,7 +255,7 @@ class Scheduler:
         if self.prefill.has_work:
             context = int(self.rows.cached_len[running].sum())
             num_decoded = len(running) + (0 if drafts is None else int(drafts.counts.sum()))
-            loads = self.pace.loads(num_decoded, context, self.clock.predicted)
+            loads = self.pace.load_budget(num_decoded, context, self.clock.predicted)
             budget = self.pace.budget(num_decoded, context, self.prefill.backlog(self.pace.max_backlog))
             # While running requests lack pages, new requests must not take the last ones; with `fcfs`, neither those of
             # a preempted one that a step in flight still holds.
@@ -297,11 +297,11 @@ class Scheduler:
     def _tokens_left(self, req: Req) -> int:
         return req.max_len - int(self.rows.confirmed_len[req.row])
 
-    def _make_room(self, req: Req) -> None:
+    def _preempt_longer(self, req: Req) -> None:
         """Preempt the newest request that is much longer than `req`, and queue it after `req`."""
         for victim in reversed(self.decode.running):
             if self._tokens_left(victim) > MUCH_LONGER * req.max_len:
-                victim.new_tokens = max(victim.new_tokens, req.turn_tokens + 1)
+                victim.new_tokens = max(victim.new_tokens, req.queue_tokens + 1)
                 victim.deadline = max(victim.deadline, req.deadline + 1)
                 self.stats.preemptions += 1
                 self._leave(victim, Status.PREEMPTED)
@@ -413,7 +413,7 @@ class Scheduler:
                 self.finish(req, end)
 
     def _share_prefixes(self, prompts: list[Req]) -> None:
-        """Insert computed prompts into the prefix cache, and release the requests that this step alone still held."""
+        """Insert computed prompts into the prefix cache, and release leaving requests that no other step holds."""
         for req in prompts:
             if req.status is Status.RUNNING:
                 self.cache.share_prefix(req)  # requests with the same prompt need not wait for this one to end
@@ -435,7 +435,7 @@ class Scheduler:
         self._leave(req, Status.FINISHED)
 
     def _leave(self, req: Req, status: Status) -> None:
-        """Take a request out of the queues: for good (FINISHED), or to wait again once released (PREEMPTED)."""
+        """Remove a request from the queues: for good (FINISHED), or until it is released (PREEMPTED)."""
         self.decode.remove(req)
         self.prefill.remove(req)
         req.status = status
@@ -457,7 +457,7 @@ class Scheduler:
             del self.live[req.uid]
         else:
             req.status = Status.WAITING
-            self.prefill.put_back(req)
+            self.prefill.requeue(req)
 
     def describe(self) -> dict[str, str | int | float]:
         """Return facts for the banner and /server_info."""

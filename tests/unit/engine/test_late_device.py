@@ -168,7 +168,7 @@ def test_pages_come_back_from_the_host_as_they_were(
     """Moves run early or late and steps late, and each page of the pool is used many times."""
     if parts == "small":
         monkeypatch.setattr(tree, "PART", 1)
-        monkeypatch.setattr(Pace, "loads", lambda *_: LoadBudget(0.0, 0.0))
+        monkeypatch.setattr(Pace, "load_budget", lambda *_: LoadBudget(0.0, 0.0))
     options = {"num_pages": 100, "max_running_requests": 6, "max_prefill_length": 32, **options}
     requests = make_requests(7)
     without, _ = run(folder, CpuDevice(1), requests, **options)

@@ -112,7 +112,7 @@ def test_loads_in_parts_change_nothing(
     more: dict[str, Any], disk: dict[str, Any], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """A page in each step, while other prompts are computed and answered."""
-    monkeypatch.setattr(Pace, "loads", lambda *_: LoadBudget(0.0, 0.0))
+    monkeypatch.setattr(Pace, "load_budget", lambda *_: LoadBudget(0.0, 0.0))
     with LLM(**TIGHT) as llm:
         alone = [done.token_ids for done in llm.generate(PROMPTS, GREEDY)]
     roomy = {"num_pages": 80, "page_size": 8, **more}

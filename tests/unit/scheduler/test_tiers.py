@@ -23,7 +23,7 @@ CHOICES = {"host": [HOST], "disk": [DISK], "both": [HOST, DISK]}
 def small_parts(monkeypatch: pytest.MonkeyPatch) -> None:
     """Edges are evicted page by page, and a step loads a page at most."""
     monkeypatch.setattr(tree, "PART", 1)
-    monkeypatch.setattr(Pace, "loads", lambda *_: LoadBudget(0.0, 0.0))
+    monkeypatch.setattr(Pace, "load_budget", lambda *_: LoadBudget(0.0, 0.0))
 
 
 @pytest.mark.parametrize("damage", [0.0, 0.2])
