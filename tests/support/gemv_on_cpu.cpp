@@ -118,7 +118,7 @@ T over_warp(T v, Join join) {
     __syncwarp();
     return result;
 }
-unsigned most_of_warp(unsigned v) {
+unsigned max_of_warp(unsigned v) {
     return over_warp(v, [](unsigned a, unsigned b) { return max(a, b); });
 }
 int sum_of_warp(int v) {

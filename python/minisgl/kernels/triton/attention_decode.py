@@ -197,10 +197,10 @@ def _prefetch(ptr, SIZE: tl.constexpr, LINE: tl.constexpr):
 @triton.jit
 def _round(low, high):
     """Quantize float32 halves of rows -> float8_e4m3fn halves, scales [N], dequantized halves (`norm.py: _rounded`)."""
-    most = tl.maximum(tl.max(tl.maximum(tl.abs(low), tl.abs(high)), 1), 1e-30)
-    low, rounded_low = _round_half(low * (448.0 / most)[:, None])
-    high, rounded_high = _round_half(high * (448.0 / most)[:, None])
-    scale = most / 448.0
+    amax = tl.maximum(tl.max(tl.maximum(tl.abs(low), tl.abs(high)), 1), 1e-30)
+    low, rounded_low = _round_half(low * (448.0 / amax)[:, None])
+    high, rounded_high = _round_half(high * (448.0 / amax)[:, None])
+    scale = amax / 448.0
     return low, high, scale, rounded_low * scale[:, None], rounded_high * scale[:, None]
 
 

@@ -50,10 +50,10 @@ def plan_prefill(
         tile_counts += (queries + BLOCK_Q - 1) // BLOCK_Q
         longest = tl.maximum(longest, length)
     all_tiles = tl.sum(tile_counts, 0)
-    most_keys = tl.max(longest, 0)
+    max_keys = tl.max(longest, 0)
     if WINDOW > 0:
-        most_keys = tl.minimum(most_keys, WINDOW + BLOCK_Q)
-    parts = tl.minimum(num_programs // (all_tiles * NUM_KV_HEADS), most_keys // MIN_PART)
+        max_keys = tl.minimum(max_keys, WINDOW + BLOCK_Q)
+    parts = tl.minimum(num_programs // (all_tiles * NUM_KV_HEADS), max_keys // MIN_PART)
     parts = tl.maximum(parts, 1)
     if seq == 0:
         tl.store(work_ptr, all_tiles * parts)

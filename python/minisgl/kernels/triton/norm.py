@@ -110,9 +110,9 @@ def rotated(x1, x2, weight_ptr, cos, sin, eps, HEAD_DIM: tl.constexpr, HAS_NORM:
 def _rounded(x1, x2, scale_ptrs, mask):
     """Quantize heads given as two halves [heads, D / 2]: store their scales, return the halves as float8_e4m3fn."""
     f1, f2 = x1.to(tl.float32), x2.to(tl.float32)
-    most = tl.maximum(tl.max(tl.maximum(tl.abs(f1), tl.abs(f2)), 1), 1e-30)[:, None]
-    tl.store(scale_ptrs, most / 448.0, mask=mask)
-    return (f1 * (448.0 / most)).to(tl.float8e4nv), (f2 * (448.0 / most)).to(tl.float8e4nv)
+    amax = tl.maximum(tl.max(tl.maximum(tl.abs(f1), tl.abs(f2)), 1), 1e-30)[:, None]
+    tl.store(scale_ptrs, amax / 448.0, mask=mask)
+    return (f1 * (448.0 / amax)).to(tl.float8e4nv), (f2 * (448.0 / amax)).to(tl.float8e4nv)
 
 
 @triton.jit

@@ -81,14 +81,14 @@ def _split_rows(
     if SCALE_GROUP > 0:
         offs_g = tl.arange(0, BLOCK // SCALE_GROUP)
         y = tl.reshape(y, [BLOCK // SCALE_GROUP, SCALE_GROUP])
-        most = tl.maximum(tl.max(tl.abs(y), 1), 1e-30)
-        tl.store(scale_ptr + offs_g * max_rows + row, most / 448.0, mask=offs_g < n // SCALE_GROUP)
-        y = tl.reshape(y * (448.0 / most)[:, None], [BLOCK])
+        amax = tl.maximum(tl.max(tl.abs(y), 1), 1e-30)
+        tl.store(scale_ptr + offs_g * max_rows + row, amax / 448.0, mask=offs_g < n // SCALE_GROUP)
+        y = tl.reshape(y * (448.0 / amax)[:, None], [BLOCK])
     else:
         # An integer cannot be NaN, so a row with NaN gets an infinite scale.
-        most = tl.maximum(tl.max(tl.where(y == y, tl.abs(y), float("inf")), 0), 1e-30)
-        tl.store(scale_ptr + row, most / MAX)
-        y *= MAX / most
+        amax = tl.maximum(tl.max(tl.where(y == y, tl.abs(y), float("inf")), 0), 1e-30)
+        tl.store(scale_ptr + row, amax / MAX)
+        y *= MAX / amax
     for i in tl.static_range(PARTS):
         if IS_INT:
             part = (y + tl.where(y < 0, -0.5, 0.5)).to(tl.int8)
@@ -134,14 +134,14 @@ def split_rows(
     scale = empty((n // scale_group if scale_group else 1, max_rows), dtype=torch.float32, device=x.device)
     sums = empty((n // sum_group, parts * max_rows), dtype=torch.float32, device=x.device) if sum_group else scale
     # Of 256 unfinished rows of 4,096, 16 warps take 2.9 us and 8 take 3.8; with few rows, 16 save 0.2 us each.
-    most_warps = 16 if scales or rows <= MAX_WIDE_ROWS else 8
+    max_warps = 16 if scales or rows <= MAX_WIDE_ROWS else 8
     _split_rows[(rows,)](
         x, x_scale, column_scale, x if bias is None else bias, x if residual is None else residual,
         x if norm is None else norm.weight, x if order is None else order, found, scale, sums, max_rows, n,
         0.0 if norm is None else norm.eps,
         PARTS=parts, SCALE_GROUP=scale_group, SUM_GROUP=sum_group, HAS_SCALES=scales is not None,
         HAS_BIAS=bias is not None, HAS_NORM=norm is not None, HAS_RESIDUAL=residual is not None,
-        HAS_ORDER=order is not None, BLOCK=block, num_warps=min(most_warps, max(1, block // 256)),
+        HAS_ORDER=order is not None, BLOCK=block, num_warps=min(max_warps, max(1, block // 256)),
         **pdl_options(x.device, rows <= MAX_CHAINED),
     )  # fmt: skip
     return Split(found, scale, sums)
@@ -169,7 +169,7 @@ def _split_whole_rows(
     x_ptr += row * (2 * n if GATE != "" else n)
     x_scale_ptr += row
     blocks = tl.tuple(())
-    most = tl.full([BLOCK], 1e-30, tl.float32)
+    amax = tl.full([BLOCK], 1e-30, tl.float32)
     for i in tl.static_range(NUM_BLOCKS):
         offs = i * BLOCK + tl.arange(0, BLOCK)
         mask = EVEN | (offs < n)
@@ -177,9 +177,9 @@ def _split_whole_rows(
         if GATE != "":
             up = load_finished(x_ptr, x_scale_ptr, column_scale_ptr, bias_ptr, n + offs, mask, HAS_SCALES, HAS_BIAS)
             y = gated(y, up, GATE, True)
-        most = _max_or_nan(most, tl.abs(y))
+        amax = _max_or_nan(amax, tl.abs(y))
         blocks += (y,)
-    greatest = tl.reduce(most, 0, _max_or_nan)
+    greatest = tl.reduce(amax, 0, _max_or_nan)
     tl.store(scale_ptr + row, greatest / 448.0)
     factor = 448.0 / greatest
     for i in tl.static_range(NUM_BLOCKS):
@@ -277,16 +277,16 @@ def widen(weight: Quantized, dtype: torch.dtype) -> Tensor:
 
 def refuses_rows(product: Product) -> str | None:
     """Return why cuBLAS is faster than Triton's kernel."""
-    kind, most = product.kind, math.inf
+    kind, max_rows = product.kind, math.inf
     assert kind is not None, "the weight of the product is not quantized"
     if kind.bits == 4:
-        most = 256  # gate_up at 256 rows: 79 us; 143 dequantized, by cuBLAS
+        max_rows = 256  # gate_up at 256 rows: 79 us; 143 dequantized, by cuBLAS
     # Our int8 kernel is faster than cuBLAS's. cuBLAS reads block scales four at a time.
     elif not (kind.is_integer or (kind.group and ceil_div(product.n_in, kind.group) % 4)):
         # At 128 rows, a layer with attention takes 165 us by our kernel and 186 by cuBLAS. But down, which has a large
         # K, takes 24 at 64 rows, and 16 by cuBLAS.
-        most = 64 if kind.group else 32 if product.n_in > 2 * product.n_rows else 128
-    return f"for up to {most} rows" if product.rows > most else None
+        max_rows = 64 if kind.group else 32 if product.n_in > 2 * product.n_rows else 128
+    return f"for up to {max_rows} rows" if product.rows > max_rows else None
 
 
 def by_tensor_cores(

@@ -70,15 +70,15 @@ def _words(x, CHUNKS: tl.constexpr, PARTS: tl.constexpr):
     PARTS parts of a half chunk [CHUNKS * PARTS], and the scales [CHUNKS * PARTS].
     """
     x = tl.reshape(x, [CHUNKS, 128])
-    most = tl.maximum(tl.max(tl.where(x == x, tl.abs(x), float("inf")), 1), 1e-30)  # no integer is NaN, so its scale is
-    q = x * (127.0 / most)[:, None]
+    amax = tl.maximum(tl.max(tl.where(x == x, tl.abs(x), float("inf")), 1), 1e-30)  # no integer is NaN, so its scale is
+    q = x * (127.0 / amax)[:, None]
     q = (q + tl.where(q < 0, -0.5, 0.5)).to(tl.int32)
     shift = (tl.arange(0, 128) % 8 * 8).to(tl.int64)
     words = tl.sum(tl.reshape((q & 255).to(tl.int64) << shift[None, :], [CHUNKS, 2, 8, 8]), 3)
     low, high = tl.split(tl.permute(words, (0, 2, 1)))
     sums = tl.sum(tl.reshape(q, [CHUNKS, 2, PARTS, 64 // PARTS]), 3).to(tl.float32)
     low_sums, high_sums = tl.split(tl.permute(sums, (0, 2, 1)))
-    scale = tl.broadcast_to((most / 127.0)[:, None], [CHUNKS, PARTS])
+    scale = tl.broadcast_to((amax / 127.0)[:, None], [CHUNKS, PARTS])
     SIZE: tl.constexpr = CHUNKS * PARTS
     low, high = tl.reshape(low, [CHUNKS * 8]), tl.reshape(high, [CHUNKS * 8])
     return low, high, tl.reshape(low_sums, [SIZE]), tl.reshape(high_sums, [SIZE]), tl.reshape(scale, [SIZE])

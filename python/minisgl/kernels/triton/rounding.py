@@ -33,14 +33,14 @@ def _round_int4(
     mask_g = offs_g < num_groups
     offs, mask = offs_g[:, None] * GROUP + tl.arange(0, GROUP)[None, :], mask_g[:, None]
     w = tl.load(w_ptr + offs, mask=mask, other=0.0).to(tl.float32)
-    most = tl.max(tl.abs(w), 1) / 7
-    best, least = most, tl.full([BLOCK], float("inf"), tl.float32)
+    amax = tl.max(tl.abs(w), 1) / 7
+    best, least_error = amax, tl.full([BLOCK], float("inf"), tl.float32)
     for i in tl.static_range(SHRINKS):
-        scale = (most * (1.0 - SHRINK * i)).to(scale_ptr.dtype.element_ty).to(tl.float32)
+        scale = (amax * (1.0 - SHRINK * i)).to(scale_ptr.dtype.element_ty).to(tl.float32)
         scale = tl.where(scale > 0, scale, 1.0)
         error = _nearest(w, scale) * scale[:, None] - w
         error = tl.sum(error * error, 1)
-        best, least = tl.where(error < least, scale, best), tl.minimum(error, least)
+        best, least_error = tl.where(error < least_error, scale, best), tl.minimum(error, least_error)
     tl.store(q_ptr + offs, (_nearest(w, best) + 8).to(tl.uint8), mask=mask)
     tl.store(scale_ptr + offs_g, best.to(scale_ptr.dtype.element_ty), mask=mask_g)
 

@@ -163,6 +163,6 @@ def publish(out: Tensor, ring: Tensor, step: Tensor) -> None:
     _publish[(lines,)](out, ring, step, ring.stride(0), ring.stride(1), size, BLOCK=_block(size), RING=RING)
 
 
-def _block(size: int, most: int = 1 << 16) -> int:
+def _block(size: int, limit: int = 1 << 16) -> int:
     """Return the lanes for `size` entries; common sizes share one kernel."""
-    return min(most, max(256, triton.next_power_of_2(size)))
+    return min(limit, max(256, triton.next_power_of_2(size)))

@@ -70,12 +70,12 @@ struct Cache {
     }
     // NaN for a row with a number that is not finite.
     float row_scale(const T* x) const {
-        float most = 0.0f, zero = 0.0f;  // `zero` is NaN after a number that is not finite
+        float amax = 0.0f, zero = 0.0f;  // `zero` is NaN after a number that is not finite
         for (int64_t d = 0; d < dim; ++d) {
-            most = std::max(most, std::fabs(to_float(x[d])));
+            amax = std::max(amax, std::fabs(to_float(x[d])));
             zero += to_float(x[d]) * 0.0f;
         }
-        const float found = most / 448.0f;  // 0 for the smallest numbers, too
+        const float found = amax / 448.0f;  // 0 for the smallest numbers, too
         return (found > 0.0f ? found : 1.0f) + zero;
     }
 };

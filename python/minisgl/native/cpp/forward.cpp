@@ -460,8 +460,8 @@ class Decoder : public Model {
                 for (int64_t h = 0; h < s_.kv_heads; ++h)
                     items_.push_back({&spans_.back(), std::max(piece.start, to - each), to, h});
         }
-        const double most = std::min<double>((double)items_.size(), 64 * pool_.size());
-        const int n = (int)std::min(most, work * (double)q_size_ / 5e4 + 1);
+        const double limit = std::min<double>((double)items_.size(), 64 * pool_.size());
+        const int n = (int)std::min(limit, work * (double)q_size_ / 5e4 + 1);
         pool_.run(n, [&](int piece, int thread) {
             const Item *item = &items_[part(items_.size(), n, piece)], *end = items_.data() + items_.size();
             BlockIterator ahead(item, end, kBlocksAhead);

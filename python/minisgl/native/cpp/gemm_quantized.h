@@ -89,11 +89,11 @@ struct QuantGroup {
 template <int OFFSET, class T>
 INLINE void quantize_group(const T* from, QuantGroup& to) {
     float f[kGroup], largest;
-    uint32_t bits[kGroup], most = 0;
+    uint32_t bits[kGroup], max_bits = 0;
     for (int k = 0; k < kGroup; ++k) f[k] = to_float(from[k]);
     memcpy(bits, f, sizeof(f));
-    for (int k = 0; k < kGroup; ++k) most = std::max(most, bits[k] & 0x7fffffff);
-    memcpy(&largest, &most, 4);
+    for (int k = 0; k < kGroup; ++k) max_bits = std::max(max_bits, bits[k] & 0x7fffffff);
+    memcpy(&largest, &max_bits, 4);
     const bool is_finite = largest < INFINITY;
     if (!is_finite || largest < 1e-30f) {  // keep Inf and NaN visible; take denormal groups for 0
         memset(&to, 0, sizeof(to));
@@ -211,10 +211,10 @@ INLINE void add_group(Vec (&totals)[ROWS][PANELS], const QuantGroup* x, int64_t 
 template <int PANELS, class B>
 void gemm_rows(int rows, const QuantGroup* x, int64_t ldx, const B* const* panels, int64_t groups, Prefetch ahead,
                   float* out) {
-    constexpr int most = std::clamp(kIntSums / PANELS, 1, 6);
+    constexpr int kMaxRows = std::clamp(kIntSums / PANELS, 1, 6);
     for (int first = 0; first < rows;) {
-        int passes = (rows - first + most - 1) / most, count = (rows - first + passes - 1) / passes;
-        with_rows<most>(count, [&](auto n) {
+        int passes = (rows - first + kMaxRows - 1) / kMaxRows, count = (rows - first + passes - 1) / passes;
+        with_rows<kMaxRows>(count, [&](auto n) {
             Vec totals[n][PANELS];
             for (auto& row : totals)
                 for (Vec& v : row) v = Vec::all(0.0f);
@@ -245,9 +245,9 @@ void gemm(Pool& pool, const Matrix<Block<BITS>>& w, const QuantGroup* x, int64_t
     using B = Block<BITS>;
     if (m == 0) return;
     // Small blocks of few rows read weights evenly; larger blocks of many rows read a pair of panels less often.
-    const int64_t most = m > kFew ? kRowBlock : kPairRows;
+    const int64_t max_rows = m > kFew ? kRowBlock : kPairRows;
     for_each_block(
-        pool, w, m, most, (sizeof(B) + kFetches<B> - 1) / kFetches<B>, paired,
+        pool, w, m, max_rows, (sizeof(B) + kFetches<B> - 1) / kFetches<B>, paired,
         [&](int64_t row, int rows, const B* const* panels, int count, Prefetch ahead, float* tile) {
             gemm_block(rows, x + row * ldx, ldx, panels, count, w.cols, ahead, tile);
         },

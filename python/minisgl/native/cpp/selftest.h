@@ -48,8 +48,8 @@ std::vector<double> gemm_inputs(const std::vector<X<T>>& x) {
 // Whether x W^T agrees with sums in double precision, for all numbers of rows up to 40.
 template <class T, class W>
 bool gemm_is_correct() {
-    constexpr int64_t rows = 80, cols = 288, most = 40;
-    std::vector<X<T>> x((most + kLanes) * cols);
+    constexpr int64_t rows = 80, cols = 288, max_rows = 40;
+    std::vector<X<T>> x((max_rows + kLanes) * cols);
     uint32_t random = 1;
     std::vector<double> values;
     const std::vector<W> data = random_weights<T, W>(rows, cols, random, values);
@@ -61,7 +61,7 @@ bool gemm_is_correct() {
     for (size_t i = 0; i < x.size(); ++i)
         if (!(std::fabs(taken[i] - to_float(x[i])) <= (std::is_same_v<T, W> ? 0 : 2e-3))) return false;
     Pool pool(2);
-    for (int64_t m = 1; m <= most; ++m) {
+    for (int64_t m = 1; m <= max_rows; ++m) {
         std::vector<float> y(m * rows);
         linear<T>(pool, matrix, x.data(), cols, m, y.data(), rows, false);
         for (int64_t i = 0; i < m * rows; ++i) {

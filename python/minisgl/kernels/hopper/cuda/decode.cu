@@ -164,8 +164,8 @@ __device__ __forceinline__ void merge(const Arguments &a, const Tile &tile, int 
             const long long at = first + h + (long long)j * HEADS * GROUP;
             const float lse = __ldcg(a.lse + at);
             const float4 x = __ldcg((const float4 *)(a.part + at * DIM) + lane);
-            const float most = fmaxf(m, lse), c = exp2_of(m - most), p = exp2_of(lse - most);
-            total = total * c + p, m = most;
+            const float new_m = fmaxf(m, lse), c = exp2_of(m - new_m), p = exp2_of(lse - new_m);
+            total = total * c + p, m = new_m;
             sum = {sum.x * c + x.x * p, sum.y * c + x.y * p, sum.z * c + x.z * p, sum.w * c + x.w * p};
         }
         const float f = 1 / total;
@@ -190,9 +190,9 @@ __device__ __forceinline__ void join(State &w, const Stage &stage, int lane) {
     const float m[2] = {other.x, other.y}, total[2] = {other.z, other.w};
     float own[2], rest[2];
     for (int i = 0; i < 2; i++) {
-        const float most = fmaxf(w.m[i], m[i]);
-        own[i] = exp2_of(w.m[i] - most), rest[i] = exp2_of(m[i] - most);
-        w.m[i] = most, w.total[i] = w.total[i] * own[i] + total[i] * rest[i];
+        const float new_m = fmaxf(w.m[i], m[i]);
+        own[i] = exp2_of(w.m[i] - new_m), rest[i] = exp2_of(m[i] - new_m);
+        w.m[i] = new_m, w.total[i] = w.total[i] * own[i] + total[i] * rest[i];
     }
 #pragma unroll
     for (int i = 0; i < DIM / 16; i++) {
@@ -294,22 +294,22 @@ __device__ __forceinline__ void compute_all(const Arguments &a, Shared &s) {
                 *(uint4 *)(stage.data[1] + first_key * DIM + i * 16) = {0, 0, 0, 0};
             __syncwarp();
         }
-        float correction[2], most[2] = {w.m[0], w.m[1]};
+        float correction[2], new_m[2] = {w.m[0], w.m[1]};
 #pragma unroll
         for (int b = 0; b < KEYS / 16; b++) {
-            most[0] = fmaxf(most[0], fmaxf(x[b].x, x[b].z));
-            most[1] = fmaxf(most[1], fmaxf(x[b].y, x[b].w));
+            new_m[0] = fmaxf(new_m[0], fmaxf(x[b].x, x[b].z));
+            new_m[1] = fmaxf(new_m[1], fmaxf(x[b].y, x[b].w));
         }
 #pragma unroll
         for (int i = 0; i < 2; i++) {
-            most[i] = max_of_keys(most[i]);
-            correction[i] = exp2_of(w.m[i] - most[i]);
-            w.total[i] *= correction[i], w.m[i] = most[i];
+            new_m[i] = max_of_keys(new_m[i]);
+            correction[i] = exp2_of(w.m[i] - new_m[i]);
+            w.total[i] *= correction[i], w.m[i] = new_m[i];
         }
         u32 p[KEYS / 16][2];
 #pragma unroll
         for (int b = 0; b < KEYS / 16; b++) {
-            const float4 e = {exp2_of(x[b].x - most[0]), exp2_of(x[b].y - most[1]), exp2_of(x[b].z - most[0]), exp2_of(x[b].w - most[1])};
+            const float4 e = {exp2_of(x[b].x - new_m[0]), exp2_of(x[b].y - new_m[1]), exp2_of(x[b].z - new_m[0]), exp2_of(x[b].w - new_m[1])};
             w.total[0] += e.x + e.z, w.total[1] += e.y + e.w;
             p[b][0] = pack_half(e.x * low[b], e.y * low[b]), p[b][1] = pack_half(e.z * high[b], e.w * high[b]);
 #pragma unroll

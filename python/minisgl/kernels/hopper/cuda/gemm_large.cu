@@ -33,8 +33,8 @@ struct Tile {
 };
 
 // Tile i of this CTA's. What runs at the same time has at most `most` tiles of rows, whose x stays in L2.
-__device__ __forceinline__ Tile tile_at(int i, int row_tiles, int column_tiles, int most) {
-    const int first = i / (most * column_tiles) * most, height = min(row_tiles - first, most);
+__device__ __forceinline__ Tile tile_at(int i, int row_tiles, int column_tiles, int max_rows) {
+    const int first = i / (max_rows * column_tiles) * max_rows, height = min(row_tiles - first, max_rows);
     i -= first * column_tiles;
     return {(first + i % height) * ROWS, (i / height * 2 + (int)blockIdx.x % 2) * OUTPUTS};
 }
@@ -73,7 +73,7 @@ extern "C" __global__ void __launch_bounds__(384, 1) gemm_large(const __grid_con
     const u32 empty = full + STAGES * 8;
     const int thread = (int)threadIdx.x, rank = (int)blockIdx.x % 2;
     const int row_tiles = (a.rows + ROWS - 1) / ROWS, column_tiles = (a.n_out + 2 * OUTPUTS - 1) / (2 * OUTPUTS);
-    const int tiles = row_tiles * column_tiles, clusters = (int)gridDim.x / 2, most = max(256 / a.pairs, 1);
+    const int tiles = row_tiles * column_tiles, clusters = (int)gridDim.x / 2, max_rows = max(256 / a.pairs, 1);
     launch_dependents();
     if (thread == 0) {
         for (int i = 0; i < STAGES; i++) init_barrier(full + i * 8, 1), init_barrier(empty + i * 8, 16);
@@ -85,7 +85,7 @@ extern "C" __global__ void __launch_bounds__(384, 1) gemm_large(const __grid_con
     if (thread >= 256) {
         give_up_registers<24>();
         for (int i = (int)blockIdx.x / 2; thread == 256 && i < tiles; i += clusters) {
-            const Tile tile = tile_at(i, row_tiles, column_tiles, most);
+            const Tile tile = tile_at(i, row_tiles, column_tiles, max_rows);
             for (int step = 0; step < a.pairs * 2; step++) {
                 const u32 stage = ring + slot * STAGE_BYTES, half = rank * ROWS / 2;
                 wait(empty + slot * 8, parity ^ 1);
@@ -112,7 +112,7 @@ extern "C" __global__ void __launch_bounds__(384, 1) gemm_large(const __grid_con
             for (int j = 0; j < BLOCKS; j++) sums[p][j] = {0, 0, 0, 0};
         Tile last = {-1, 0};
         for (int i = (int)blockIdx.x / 2; i < tiles; i += clusters) {
-            const Tile tile = tile_at(i, row_tiles, column_tiles, most);
+            const Tile tile = tile_at(i, row_tiles, column_tiles, max_rows);
             for (int pair = 0; pair < a.pairs; pair++) {
                 u32 stages[2], used[2];
 #pragma unroll

@@ -122,7 +122,7 @@ __device__ __forceinline__ void mma_bytes(int *c, u32 a0, u32 a1, u32 a2, u32 a3
         asm("mma.sync.aligned.m16n8k32.row.col.s32.u8.s8.s32 {%0, %1, %2, %3}, {%4, %5, %6, %7}, {%8, %9}, {%0, %1, %2, %3};"
             : "+r"(c[0]), "+r"(c[1]), "+r"(c[2]), "+r"(c[3]) : "r"(a0), "r"(a1), "r"(a2), "r"(a3), "r"(b0), "r"(b1));
 }
-__device__ __forceinline__ u32 most_of_warp(u32 v) { return __reduce_max_sync(~0u, v); }
+__device__ __forceinline__ u32 max_of_warp(u32 v) { return __reduce_max_sync(~0u, v); }
 __device__ __forceinline__ int sum_of_warp(int v) { return __reduce_add_sync(~0u, v); }
 __device__ __forceinline__ int sum_of_bytes(u32 v) { return __dp4a((int)v, 0x01010101, 0); }
 __device__ __forceinline__ float sum_of_warp(float v) {
@@ -159,14 +159,14 @@ __device__ constexpr int warp_units_of(int link) { return (width_of(link) / 64 +
 __device__ constexpr int warp_columns_of(int link) { return warp_units_of(link) * (512 / BITS); }
 __device__ constexpr int blocks_of(int link) { return (warp_columns_of(link) + 127) / 128; }  // of 128 columns, 4 per lane
 __device__ constexpr int max_blocks() {
-    int most = 0;
-    for (int i = 0; i < COUNT; i++) most = most > blocks_of(i) ? most : blocks_of(i);
-    return most;
+    int largest = 0;
+    for (int i = 0; i < COUNT; i++) largest = largest > blocks_of(i) ? largest : blocks_of(i);
+    return largest;
 }
 __device__ constexpr int max_rows(int first) {  // of every second GEMV
-    int most = 0;
-    for (int i = first; i < COUNT; i += 2) most = most > shapes[i].rows ? most : shapes[i].rows;
-    return most;
+    int largest = 0;
+    for (int i = first; i < COUNT; i += 2) largest = largest > shapes[i].rows ? largest : shapes[i].rows;
+    return largest;
 }
 __device__ constexpr int norms_before(int link) {
     int count = 0;
@@ -430,32 +430,32 @@ __device__ __forceinline__ void multiply(const Arguments &a, State &s) {
         for (int i = 0; i < BLOCKS; i++) s.total[i] = raw[i];
     }
     float square = 0.0f, factor = 1.0f;  // this warp's sums are multiplied by `factor`
-    u32 most = 0, block_most[BLOCKS];
+    u32 amax = 0, block_amax[BLOCKS];
     auto value = [&](int block, int j) {
         float v = widen<IS_HALF>(half_of(raw[block], j));
         return HAS_NORM ? v * widen<IS_HALF>(half_of(norm[HAS_NORM ? block : 0], j)) : v;
     };
 #pragma unroll
     for (int i = 0; i < BLOCKS; i++) {
-        block_most[i] = 0;
+        block_amax[i] = 0;
 #pragma unroll
         for (int j = 0; j < 4; j++) {
             float v = widen<IS_HALF>(half_of(raw[i], j));
             square += v * v;
-            block_most[i] = max(block_most[i], __float_as_uint(value(i, j)) & 0x7fffffff);  // NaN > any number, as an integer
+            block_amax[i] = max(block_amax[i], __float_as_uint(value(i, j)) & 0x7fffffff);  // NaN > any number, as an integer
         }
-        most = max(most, block_most[i]);
+        amax = max(amax, block_amax[i]);
     }
 #if BITS == 4
     // In three loops, since the latency of a sum over a warp is long.
     int sums_of_groups[BLOCKS];
 #pragma unroll
-    for (int i = 0; i < BLOCKS; i++) block_most[i] = most_of_warp(block_most[i]);
+    for (int i = 0; i < BLOCKS; i++) block_amax[i] = max_of_warp(block_amax[i]);
 #pragma unroll
     for (int i = 0; i < BLOCKS; i++) {
-        float scale = fmaxf(__uint_as_float(block_most[i]), 1e-30f) * (1.0f / 16256.0f);
-        if (block_most[i] > 0x7f800000) scale = __uint_as_float(block_most[i]);
-        block_most[i] = __float_as_uint(scale);
+        float scale = fmaxf(__uint_as_float(block_amax[i]), 1e-30f) * (1.0f / 16256.0f);
+        if (block_amax[i] > 0x7f800000) scale = __uint_as_float(block_amax[i]);
+        block_amax[i] = __float_as_uint(scale);
         float up = __fdividef(1.0f, scale);
         Parts parts = split(value(i, 0) * up, value(i, 1) * up, value(i, 2) * up, value(i, 3) * up);
         sums_of_groups[i] = sum_of_bytes(parts.high) * 128 + sum_of_bytes(parts.low);
@@ -467,20 +467,20 @@ __device__ __forceinline__ void multiply(const Arguments &a, State &s) {
     for (int i = 0; i < BLOCKS; i++) sums_of_groups[i] = sum_of_warp(sums_of_groups[i]);
 #pragma unroll
     for (int i = 0; i < BLOCKS; i++) {
-        float scale = __uint_as_float(block_most[i]) * choice;
+        float scale = __uint_as_float(block_amax[i]) * choice;
         if (lane == 0) my.groups[i] = make_float2(scale / 16.0f, scale * (float)sums_of_groups[i]);
     }
 #endif
     if (BITS == 8) {
-        most = most_of_warp(most);
+        amax = max_of_warp(amax);
 #if IS_FP8
         // Scale x so that its largest element is near 2^15: float16 then has enough range for the others.
-        u32 exponent = max(most >> 23, 15u);
+        u32 exponent = max(amax >> 23, 15u);
         float up = __uint_as_float((268 - exponent) << 23);
         factor = __uint_as_float((exponent - 14) << 23);
 #else
-        float up = __fdividef(16256.0f, fmaxf(__uint_as_float(most), 1e-30f));
-        factor = most > 0x7f800000 ? __uint_as_float(most) : fmaxf(__uint_as_float(most), 1e-30f) * (1.0f / 16256.0f);
+        float up = __fdividef(16256.0f, fmaxf(__uint_as_float(amax), 1e-30f));
+        factor = amax > 0x7f800000 ? __uint_as_float(amax) : fmaxf(__uint_as_float(amax), 1e-30f) * (1.0f / 16256.0f);
 #endif
 #pragma unroll
         for (int i = 0; i < BLOCKS; i++) {

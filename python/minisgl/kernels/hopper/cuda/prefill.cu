@@ -182,23 +182,23 @@ __device__ __forceinline__ void soften(State &w, float4 (&x)[TILE / 8], float sc
             mask(x[i].z, key, position[1]), mask(x[i].w, key + 1, position[1]);
         }
     }
-    float most[2] = {x[0].x, x[0].z};
+    float new_m[2] = {x[0].x, x[0].z};
 #pragma unroll
     for (int i = 0; i < TILE / 8; i++) {
-        most[0] = fmaxf(most[0], fmaxf(x[i].x, x[i].y));
-        most[1] = fmaxf(most[1], fmaxf(x[i].z, x[i].w));
+        new_m[0] = fmaxf(new_m[0], fmaxf(x[i].x, x[i].y));
+        new_m[1] = fmaxf(new_m[1], fmaxf(x[i].z, x[i].w));
     }
 #pragma unroll
     for (int r = 0; r < 2; r++) {
-        for (int i = 1; i < 4; i *= 2) most[r] = fmaxf(most[r], __shfl_xor_sync(~0u, most[r], i));
-        most[r] = fmaxf(most[r] * scale, w.m[r]);
-        correction[r] = exp2_of(w.m[r] - most[r]);
-        w.m[r] = most[r], w.total[r] *= correction[r];
+        for (int i = 1; i < 4; i *= 2) new_m[r] = fmaxf(new_m[r], __shfl_xor_sync(~0u, new_m[r], i));
+        new_m[r] = fmaxf(new_m[r] * scale, w.m[r]);
+        correction[r] = exp2_of(w.m[r] - new_m[r]);
+        w.m[r] = new_m[r], w.total[r] *= correction[r];
     }
 #pragma unroll
     for (int i = 0; i < TILE / 8; i++) {
-        x[i] = {exp2_of(x[i].x * scale - most[0]), exp2_of(x[i].y * scale - most[0]),
-                exp2_of(x[i].z * scale - most[1]), exp2_of(x[i].w * scale - most[1])};
+        x[i] = {exp2_of(x[i].x * scale - new_m[0]), exp2_of(x[i].y * scale - new_m[0]),
+                exp2_of(x[i].z * scale - new_m[1]), exp2_of(x[i].w * scale - new_m[1])};
         w.total[0] += x[i].x + x[i].y, w.total[1] += x[i].z + x[i].w;
     }
 }
