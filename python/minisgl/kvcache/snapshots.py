@@ -156,15 +156,15 @@ class Snapshots:
         if (snapshot := self.of.pop(node, None)) is not None:
             self.free(snapshot)
 
-    def oldest(self, retired: int, reason: Reason) -> Node | None:
+    def oldest(self, collected: int, reason: Reason) -> Node | None:
         """Return the node whose snapshot is to be dropped for one with `reason`, if there is one.
 
-        It is none that a step after `retired` restores.
+        A snapshot that a step after `collected` restores is not returned.
         """
         may_drop = {Reason.SPARE} if reason is Reason.SPARE else {*Reason}
 
         def first() -> Node | None:
-            return next((n for n, s in self.of.items() if s.restored_in <= retired and s.reason in may_drop), None)
+            return next((n for n, s in self.of.items() if s.restored_in <= collected and s.reason in may_drop), None)
 
         while (node := first()) is not None and self.of[node].chances:
             self.of[node].chances -= 1

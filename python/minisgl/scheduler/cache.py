@@ -99,7 +99,7 @@ class CacheManager:
         """
         while not self.arena.fits(needs):
             if self.prefix.snapshots is not None:
-                node = self.prefix.snapshots.oldest(self.rows.retired, reason)
+                node = self.prefix.snapshots.oldest(self.rows.last_collected, reason)
                 if node is None:
                     return False
                 self.prefix.snapshots.remove(node)
@@ -247,7 +247,7 @@ class CacheManager:
     def lower_fences(self) -> None:
         """Free the fenced pages that no step in flight can read any more."""
         # In the order in which they were fenced, so a page of a busier row may hold up the next ones for a step.
-        while self._fenced and self._fenced[0][0] <= self.rows.retired:
+        while self._fenced and self._fenced[0][0] <= self.rows.last_collected:
             self._release_pages(self._fenced.popleft()[1])
 
     def flush(self) -> None:

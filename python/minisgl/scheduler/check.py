@@ -110,13 +110,13 @@ def _check_rows(scheduler: Parts) -> None:
         raise InvariantError(f"rows are lost or held twice: {sorted(rows.free_rows())} are free, {held}")
     newest = dict.fromkeys(range(rows.num_rows), 0)  # the newest step in flight that holds the row
     for step in scheduler.launched:
-        if step.plan.step <= rows.retired:
-            raise InvariantError(f"step {step.plan.step} is in flight, but {rows.retired} has retired")
+        if step.plan.step <= rows.last_collected:
+            raise InvariantError(f"step {step.plan.step} is in flight, but {rows.last_collected} was collected last")
         newest.update(dict.fromkeys(step.plan.slots["row"].tolist(), step.plan.step))
     for row, req in enumerate(rows.requests):
         if req is not held.get(row):
             raise InvariantError(f"row {row} is held by {held.get(row)}, the arrays say by {req}")
-        if int(rows.last_step[row]) != newest[row] and (newest[row] or rows.last_step[row] > rows.retired):
+        if int(rows.last_step[row]) != newest[row] and (newest[row] or rows.last_step[row] > rows.last_collected):
             raise InvariantError(f"row {row} is in flight up to step {newest[row]}, not {rows.last_step[row]}: {req}")
         if req is not None:
             _check_row(scheduler, req)

@@ -30,7 +30,7 @@ class Rows:
     limit          int32, `cached_len` up to which decoding needs no look at the request: there is a page for the next
                    token, and it is not the last one
     flags          int32, flags of the row's decode slots in a plan
-    last_step      int64, newest step that holds the row; the row is in flight while that is above `retired`
+    last_step      int64, newest step that holds the row; the row is in flight while that is above `last_collected`
     is_live        bool, tokens are reported: false once the request has ended
     tokens         int32 [rows, max tokens], sampled tokens at their position in the sequence; positions below
                    len(Req.ids) are in `Req.ids` only
@@ -44,7 +44,7 @@ class Rows:
         self.num_rows = num_rows
         self.page_size = page_size
         self.eos_ids = eos_ids
-        self.retired = 0  # newest step known to be executed, and all before it
+        self.last_collected = 0  # the newest collected step
         self.writes = RowWrites(eos_ids)
         self.requests: list[Req | None] = [None] * num_rows
         self.uid = np.zeros(num_rows, "<i8")
@@ -102,7 +102,7 @@ class Rows:
 
     def is_in_flight(self, req: Req) -> bool:
         """Return whether a launched batch that is not collected yet holds the row of `req`."""
-        return req.table_idx is not None and bool(self.last_step[req.table_idx] > self.retired)
+        return req.table_idx is not None and bool(self.last_step[req.table_idx] > self.last_collected)
 
     def is_reported(self, req: Req) -> bool:
         """Return whether `req` holds a row whose tokens are reported."""

@@ -352,7 +352,7 @@ class Scheduler:
         """
         result = self.clock.wait_for(step.output)
         self.bus.note_result(result.tokens)
-        self.rows.retired = step.plan.step
+        self.rows.last_collected = step.plan.step
         self.cache.lower_fences()
         drafted = accepted = 0
         if self.drafts is not None and result.confirmed is not None:

@@ -151,7 +151,7 @@ def test_without_a_prefix_cache_nothing_is_kept(kinds: list[Bounded]) -> None:
 # -- mistakes are noticed
 
 
-def drop_any(self: Snapshots, retired: int, reason: Reason) -> object:
+def drop_any(self: Snapshots, collected: int, reason: Reason) -> object:
     return next(iter(self.of), None)
 
 
