@@ -35,7 +35,7 @@ class Flag:
 # bounds: the true start is the row's length on the device less one, and each of the stop - start tokens samples.
 SLOT: Final = np.dtype([("row", "<i4"), ("start", "<i4"), ("stop", "<i4"), ("flags", "<i4")])
 
-# What lives equally long is a group, whose pages have ids of their own. FULL pages live as long as the text. A row has
+# A group is state with one lifetime; its pages have ids of their own. FULL pages live as long as the text. A row has
 # those of WINDOW only for the last tokens of its text, and one of STATE, its slot: a recurrent state.
 FULL, WINDOW, STATE = range(3)
 GROUPS: Final = ("full", "window", "state")
@@ -58,7 +58,7 @@ class RowField(NamedTuple):
 
     name: str
     type: str
-    of: str  # the attribute of `Req` that it is
+    of: str  # the attribute of `Req` with its value
 
 
 # The device's row table has these columns; those of 8 bytes come first, so that they are aligned.
@@ -81,7 +81,7 @@ ROW: Final = np.dtype(
 # The fields of a newly filled row.
 ROW_STATE: Final = np.dtype([("row", "<i4"), ("fields", ROW)])
 
-# The head of a penalty record. Behind it stand four lists of 32-bit words: the biased token ids (~id where the token
+# The head of a penalty record. After it come four lists of 32-bit words: the biased token ids (~id where the token
 # ends the request), their biases (float32), the prompt's token ids, the token ids generated so far.
 PENALTY_HEAD: Final = np.dtype(
     [
@@ -97,8 +97,8 @@ PENALTY_HEAD: Final = np.dtype(
     ]
 )
 
-# The head of a history record, which tells the device of a row that begins to draft what it cannot know. Behind it
-# stand the tokens at positions [first, first + words - 4). The row's newest token, at length - 1, may be in flight.
+# The head of a history record, which tells the device of a row that begins to draft what it cannot know. After it
+# come the tokens at positions [first, first + words - 4). The row's newest token, at length - 1, may be in flight.
 HISTORY_HEAD: Final = np.dtype([("words", "<i4"), ("row", "<i4"), ("first", "<i4"), ("length", "<i4")])
 
 # What the host proposes for a row whose slot has DRAFTS: the tokens that may stand at positions [first, first +

@@ -293,7 +293,7 @@ class DraftColumns:
     draft_index: torch.Tensor  # [T] int32: 0 for the newest token of a row that drafts, i for draft i; or NOT_DRAFTED
     rows: torch.Tensor  # [D] int64
     counts: torch.Tensor  # [D] int32, numbers of drafts
-    columns: torch.Tensor  # [D, 1 + most drafts] int64, indices into S; those of slots with fewer repeat their last
+    columns: torch.Tensor  # [D, 1 + max drafts] int64, indices into S; those of slots with fewer repeat their last
     longest: int  # the largest possible length of a row after this step
 
 

@@ -191,7 +191,7 @@ class Parts:
     def sample(self, logits: Tensor, sampling: Sampling) -> Tensor:
         """Sample and commit tokens -> int32 [2, S], or [2 + StepResult.WIDTH, S] if log-probabilities are wanted.
 
-        Penalties count the drafts before a token as if they were right; if not, the token is rejected in any case.
+        Penalties count the drafts before a token as if they were accepted; if not, the token is rejected in any case.
         Log-probabilities are the model's own, whatever changes the logits here. Several ranks exchange the best
         candidate of each, unless a sequence asks for more than a temperature: filters look at all logits, so these are
         gathered, and every rank samples as one rank would.

@@ -61,7 +61,7 @@ class PagePool:
     """The pages of one group: those of the blocks that it has.
 
     free      its free pages, last freed last
-    promised  how many pages must stay within reach for the rows that run
+    reserved  the number of pages that must stay available to running rows
     """
 
     def __init__(self, arena: Arena, per_block: int) -> None:
@@ -71,12 +71,12 @@ class PagePool:
         self._used: dict[int, int] = {}  # pages in use of each block
 
     @property
-    def promised(self) -> int:
+    def reserved(self) -> int:
         return 0
 
     @property
     def least_blocks(self) -> int:
-        """The blocks that are promised to a row that runs alone."""
+        """The number of blocks reserved for a row that runs alone."""
         return 0
 
     @property
@@ -85,8 +85,8 @@ class PagePool:
         return len(self._used) * self.per_block - len(self.free)
 
     def blocks_for(self, count: int) -> int:
-        """Return how many more blocks it takes to have `count` pages, and those that are promised."""
-        return max(0, ceil_div(self.promised + count - len(self.free), self.per_block))
+        """Return how many more blocks are needed for `count` pages besides the reserved ones."""
+        return max(0, ceil_div(self.reserved + count - len(self.free), self.per_block))
 
     def allocate(self, count: int) -> list[int]:
         """Return `count` pages, the last freed first. There must be enough."""
@@ -147,23 +147,23 @@ class Arena:
         self.pools: dict[int, PagePool] = {FULL: PagePool(self, blocks.pages[FULL])}
 
     def fits(self, needs: Mapping[int, int]) -> bool:
-        """Return whether so many pages of groups are within reach besides those that are promised."""
+        """Return whether `needs` (pages by group) can be allocated besides the reserved pages."""
         return sum(pool.blocks_for(needs.get(group, 0)) for group, pool in self.pools.items()) <= len(self.free)
 
     @property
     def max_pages(self) -> int:
-        """The most pages of FULL that a row may have, alone."""
+        """The maximum number of FULL pages of a row that runs alone."""
         full = self.pools[FULL]
         return full.per_block * (self.blocks.count - sum(pool.least_blocks for pool in self.pools.values()))
 
     def spare(self, group: int) -> int:
-        """Return how many pages of a group are within reach; negative if a promise cannot be kept."""
+        """Return how many unreserved pages of a group are available; negative if reserved ones are missing."""
         pool = self.pools[group]
         others = sum(other.blocks_for(0) for other in self.pools.values() if other is not pool)
-        return len(pool.free) - pool.promised + pool.per_block * (len(self.free) - others)
+        return len(pool.free) - pool.reserved + pool.per_block * (len(self.free) - others)
 
     def check(self) -> None:
-        """Raise `InvariantError` unless each block is free or has pages in use, and all promises can be kept."""
+        """Raise `InvariantError` unless each block is free or has pages in use, and reserved pages are available."""
         for pool in self.pools.values():
             pool.check()
         held = sum(ceil_div(pool.num_used + len(pool.free), pool.per_block) for pool in self.pools.values())

@@ -1,6 +1,6 @@
 """Keeps pages of the radix tree in the tiers below the device's pool (`tiers.py`).
 
-Place i of the tree is tier i - 1. Pages that are evicted from the pool are stored in tiers, and loaded again when a
+Location i of the tree is tier i - 1. Pages that are evicted from the pool are stored in tiers, and loaded again when a
 request needs them.
 """
 

@@ -18,21 +18,21 @@ if TYPE_CHECKING:
     from minisgl.kvcache.arena import Arena
     from minisgl.kvcache.tree import Node
 
-STEP_TOKENS: Final = 9  # that a row decodes in one step at most, drafts included
-IN_FLIGHT: Final = 2 * STEP_TOKENS  # that a row decodes in steps whose results are not collected yet
+STEP_TOKENS: Final = 9  # the most that a row decodes in one step, drafts included
+IN_FLIGHT: Final = 2 * STEP_TOKENS  # the most that a row decodes in uncollected steps
 CHANCES: Final = 6
 WHOLE_TEXT: Final = 1 << 30  # tokens: a slot is a page for any text
 
 
 class Bounded(NamedTuple):
-    """What rows of a model have of WINDOW or STATE."""
+    """What each row of a model has of WINDOW or STATE."""
 
     group: int
     window: int = 0  # tokens that layers read at most, the newest included; 0 for STATE
 
 
 def ids_per_row(window: int, page_size: int) -> int:
-    """Return the most ids of a row that decodes: pages for its window and for tokens in flight, or one slot."""
+    """Return the maximum number of ids of a decoding row: for its window and tokens in flight, or one slot."""
     if not window:
         return 1
     return ceil_div(window, page_size) + 1 + (page_size + IN_FLIGHT + STEP_TOKENS - 2) // page_size
@@ -41,8 +41,8 @@ def ids_per_row(window: int, page_size: int) -> int:
 class IdPool(PagePool):
     """The ids of one group that are in use: each is one row's, or one snapshot's.
 
-    Each row may have `per_row` ids at any time, and the prompts of all rows `reserve` more: they are promised. So a row
-    that decodes never lacks an id. Snapshots get what else is there.
+    For each row `per_row` ids are reserved, and `reserve` more for the prompts of all rows. So a decoding row never
+    lacks an id. Snapshots use the others.
 
     rows, snapshots    what each holds: ids by their index in the text
     """
@@ -61,7 +61,7 @@ class IdPool(PagePool):
         arena.pools[self.group] = self
 
     @property
-    def promised(self) -> int:
+    def reserved(self) -> int:
         return self.reserve + self.per_row * len(self.rows) - sum(map(len, self.rows.values()))
 
     @property
@@ -78,7 +78,7 @@ class IdPool(PagePool):
         return sum(max(0, len(ids) - self.per_row) for ids in self.rows.values())
 
     def limit(self, row: int, computed: int) -> int:
-        """Return the token up to which a prompt may be planned, so that its row also fits until that is computed."""
+        """Return the length up to which a prompt may be planned: its row has ids until these tokens are computed."""
         pages = max(len(self.rows[row]), self.per_row) + self.reserve - self.excess
         return (self.span(computed, 0).start + pages) * self.page_size - IN_FLIGHT
 
@@ -93,9 +93,9 @@ class IdPool(PagePool):
 class Reason(enum.IntEnum):
     """Why there is a snapshot; if there are several reasons, the largest."""
 
-    SPARE = 0  # prompts may part somewhere after it: nothing else is dropped for it
-    END = 1  # a conversation may go on
-    SHARED = 2  # prompts are known to part there
+    SPARE = 0  # in case prompts diverge after it; nothing else is evicted for it
+    END = 1  # a conversation may continue after it
+    SHARED = 2  # prompts are known to diverge after it
 
 
 @dataclass(slots=True, eq=False)
@@ -103,16 +103,16 @@ class Snapshot:
     """What a text needs to go on: ids for its last span, in each pool."""
 
     reason: Reason = Reason.END
-    chances: int = 0  # to be passed over when it would be dropped
+    chances: int = 0  # the evictions that it still survives
     restored_in: int = 0  # the newest step that copies it to a row
 
 
 class Snapshots:
     """The snapshots at the ends of a tree's nodes, in the order in which they are dropped: by last use.
 
-    SPARE ones come first, until one is used. Where prompts are known to part, a snapshot is passed over CHANCES times.
-    If a conversation has come to a newer snapshot, the one before is dropped first, unless the last conversation has
-    gone on from one like that: a template that leaves out the reasoning of earlier answers makes them do so.
+    SPARE ones come first, until one is used. A SHARED one survives CHANCES evictions. After a conversation has a newer
+    snapshot, its previous one is dropped first, unless the last conversation continued from a previous one: templates
+    that leave out the reasoning of earlier answers make them do so.
     """
 
     def __init__(self, pools: list[IdPool]) -> None:

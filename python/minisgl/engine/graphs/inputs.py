@@ -105,7 +105,7 @@ class StepInputs:
         more[:, :count] = x.sample_flags, x.mask_index, at
         more[:, count:columns] = 0
         last = np.where((slots["flags"] & Flag.DRAFTS) != 0, slots["stop"] - slots["start"] - 1, NOT_DRAFTED)
-        entries[:, columns:first_token] = slots["row"], last, last, slots["stop"] - 1  # nobody reads their tokens
+        entries[:, columns:first_token] = slots["row"], last, last, slots["stop"] - 1  # their tokens are not read
         more[0, columns:] = x.cu_query_lens[:-1]
         entries[:, first_token:] = x.token_rows, x.input_ids, x.draft_index, x.positions
         stop = counts.words
