@@ -32,7 +32,7 @@ struct Tile {
     int row, column;  // the first, of x and of the result
 };
 
-// Tile i of this CTA's. What runs at the same time has at most `most` tiles of rows, whose x stays in L2.
+// Tile i of this CTA's. What runs at the same time has at most `max_rows` tiles of rows, whose x stays in L2.
 __device__ __forceinline__ Tile tile_at(int i, int row_tiles, int column_tiles, int max_rows) {
     const int first = i / (max_rows * column_tiles) * max_rows, height = min(row_tiles - first, max_rows);
     i -= first * column_tiles;
