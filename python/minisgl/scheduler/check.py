@@ -80,7 +80,7 @@ def _check_bounded(scheduler: Parts) -> None:
         for node, snapshot in bounded.snapshots.of.items():
             length = node.depth * rows.page_size
             if [*pool.snapshots[snapshot]] != [*pool.span(length, length)]:
-                raise InvariantError(f"the snapshot at depth {node.depth} has not the ids for its text")
+                raise InvariantError(f"the snapshot at depth {node.depth} lacks the ids of its text")
         for req in held:
             own, needed = (
                 pool.rows[req.row],
@@ -92,7 +92,7 @@ def _check_bounded(scheduler: Parts) -> None:
             restored, starts = _ids(plan.restores, pool.group, "source"), dict(plan.slots[["row", "start"]].tolist())
             written = _ids(plan.restores, pool.group, "target") | _ids(plan.captures, pool.group, "target")
             if not restored <= cached - written - _ids(plan.page_writes, pool.group, "page"):
-                raise InvariantError(f"step {plan.step} restores what it writes, or what is no snapshot's: {restored}")
+                raise InvariantError(f"step {plan.step} restores ids that it writes, or of no snapshot: {restored}")
             if any(starts.get(row, length) != length for *_, row, length in plan.restores.tolist()):
                 raise InvariantError(f"step {plan.step} restores {plan.restores}, and computes {plan.slots}")
 
@@ -144,20 +144,20 @@ def _check_row(scheduler: Parts, req: Req) -> None:
     is_dead = not rows.is_live[row]
     has_limit = limit == min(capacity, req.max_len - 1) or req.is_loading
     if not has_limit or (req.status is Status.FINISHED) > is_dead or is_dead > may_be_dead:
-        raise InvariantError(f"limit or liveness ({rows.is_live[row]}) contradict the request: {where}")
+        raise InvariantError(f"`limit` or `is_live` ({rows.is_live[row]}) contradicts the request: {where}")
     if not 0 <= cached <= min(capacity, req.max_len - 1):
-        raise InvariantError(f"more tokens than the pages hold, or than the request allows: {where}")
+        raise InvariantError(f"the row has more tokens than its pages hold, or than the request allows: {where}")
     planned = cached + 1 if cached >= len(req.ids) else len(req.ids)
     if scheduler.drafts is not None:
         _check_drafts(scheduler, req, scheduler.drafts)
     if not len(req.ids) <= confirmed <= planned <= req.max_len or not 0 <= rows.finite_len(req) <= cached:
-        raise InvariantError(f"lengths out of order: {where}")
+        raise InvariantError(f"the lengths of the request are out of order: {where}")
     is_live = req.status in (Status.RUNNING, Status.PREEMPTED)
     if is_live and not rows.is_in_flight(req) and confirmed != planned:
         raise InvariantError(f"nothing is in flight, but not all planned tokens are confirmed: {where}")
     is_decoding = req.status is Status.RUNNING and cached >= len(req.ids)
     if is_decoding != (req in scheduler.decode.running):
-        raise InvariantError(f"the prompt is planned but the request does not decode, or the other way: {where}")
+        raise InvariantError(f"the prompt is planned, but the request does not decode, or the reverse: {where}")
 
 
 def _check_drafts(scheduler: Parts, req: Req, drafts: Drafts) -> None:
@@ -174,16 +174,16 @@ def _check_requests(scheduler: Parts) -> None:
     leaving = set()
     for uid, req in scheduler.live.items():
         if uid != req.uid or not 0 < req.prompt_len <= len(req.ids) < req.max_len:
-            raise InvariantError(f"lengths out of order: {req}")
+            raise InvariantError(f"the lengths of the request are out of order: {req}")
         if (req.table_idx is None) != (req.cache_handle is None):
-            raise InvariantError(f"row without pages or pages without row: {req}")
+            raise InvariantError(f"the request has a row without pages, or pages without a row: {req}")
         if (req.status is Status.RUNNING) != (uid in running) or (req.status is Status.WAITING) != (uid in queued):
-            raise InvariantError(f"in the wrong queue: {req}")
+            raise InvariantError(f"the request is in the wrong queue: {req}")
         if (req.status in (Status.WAITING, Status.COMPILING)) != (req.table_idx is None):
-            raise InvariantError(f"waiting with a row, or not waiting without one: {req}")
+            raise InvariantError(f"the request waits with a row, or runs without one: {req}")
         if req.status in (Status.FINISHED, Status.PREEMPTED):
             leaving.add(uid)
             if not scheduler.rows.is_in_flight(req):
-                raise InvariantError(f"has left and is not in flight, but was not released: {req}")
+                raise InvariantError(f"the request has left and is not in flight, but was not released: {req}")
     if leaving != scheduler.leaving.keys() or not running | queued | leaving <= scheduler.live.keys():
         raise InvariantError(f"requests {leaving} are leaving, but {list(scheduler.leaving)} are listed")
