@@ -162,9 +162,7 @@ class Router:
         page_size = min(r.page_size for r in candidates)
         hashes = prefix_hashes(reusable, page_size, salt_digest(msg.sampling_params.cache_salt)).tolist()
         found = {r.incarnation: r.find(hashes) for r in candidates}
-        todo = {
-            incarnation: len(ids) - round(page_size * (count - cost)) for incarnation, (count, cost) in found.items()
-        }
+        todo = {i: len(ids) - round(page_size * (count - cost)) for i, (count, cost) in found.items()}
         answer = min(self._answer_tokens, msg.sampling_params.max_tokens or self._answer_tokens)
 
         def cost(replica: Replica) -> tuple[bool, float, int, int]:

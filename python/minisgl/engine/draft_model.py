@@ -202,16 +202,8 @@ def make_draft_model(parts: Parts, spec: EngineSpec, supports_format: Callable[[
     assert source is not None, "the drafter has no model"
     parts = replace(parts, vocab=VocabParallel(parts.comm, source.model.vocab_size))
     if source.kind == "draft":
-        model = load_model(
-            source.folder,
-            source.model,
-            spec.dtype,
-            device,
-            parts.ops,
-            spec.dummy_weight,
-            comm=parts.comm,
-            supports_format=supports_format,
-        )
+        weights = source.folder, source.model, spec.dtype, device, parts.ops, spec.dummy_weight
+        model = load_model(*weights, comm=parts.comm, supports_format=supports_format)
         parts.store.add(model.states)
         mixers = make_mixers(own, model.mixers, device.type, parts.ops)
         return SmallModel(replace(parts, model=model, mixers=mixers), own)

@@ -314,9 +314,7 @@ class PrefixTree:
                 raise InvariantError(f"{where} has {len(node.key)} tokens for {node.length} pages in {node.locations}")
             is_cut_off = len(node.pages) > 0 and parent is not self.root and not len(parent.pages)
             if is_cut_off or node.location < 0:
-                raise InvariantError(
-                    f"{where} has no location, or is on the device without its parent: {node.locations}"
-                )
+                raise InvariantError(f"{where} is nowhere, or on the device without its parent: {node.locations}")
             below = [sum(len(c.locations[i]) > 0 for c in node.children.values()) for i in range(len(node.below))]
             if node.below != below:
                 raise InvariantError(f"{where} has wrong counts of children: {node.below}")

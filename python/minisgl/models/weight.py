@@ -139,22 +139,20 @@ def load_model(
     return model
 
 
-def _check_target_format(parameters: tuple[Parameter, ...], target_format: Format | None) -> None:
-    """Raise `ConfigError` if no projection can have `target_format`; log those that cannot."""
-    if target_format is None:
+def _check_target_format(parameters: tuple[Parameter, ...], target: Format | None) -> None:
+    """Raise `ConfigError` if no projection can have the format `target`; log those that cannot."""
+    if target is None:
         return
     plain = {p.sources[0].name: p.tensor for p in parameters if isinstance(p.tensor, Tensor)}
     plain = {name: tensor for name, tensor in plain.items() if PROJECTION.search(name)}
     quantized = [p.tensor for p in parameters if isinstance(p.tensor, Quantized)]
     if not quantized:
-        raise ConfigError(
-            f"no matrix can be quantized to {target_format}: the sizes of {_listed([*plain])} do not divide"
-        )
+        raise ConfigError(f"no matrix can be quantized to {target}: the sizes of {_listed([*plain])} do not divide")
     if plain:
         reason = "stay in 16 or 32 bits (their sizes do not divide)"
         saved = sum(tensor.nbytes - tensor.numel() for tensor in plain.values())  # by 8 bits
         added = sum(matrix.data.nbytes for matrix in quantized if matrix.format.bits == 4)  # to the others
-        if target_format.bits == 4 and saved > added and all(w.shape[-1] % INT8.columns == 0 for w in plain.values()):
+        if target.bits == 4 and saved > added and all(w.shape[-1] % INT8.columns == 0 for w in plain.values()):
             reason += f"; --quantization int8 has {(saved - added) / 1e6:,.1f} MB less, and is faster here"
         _log.warning("%d matrices %s: %s", len(plain), reason, _listed([*plain]))
 

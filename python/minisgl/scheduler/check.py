@@ -82,10 +82,8 @@ def _check_bounded(scheduler: Parts) -> None:
             if [*pool.snapshots[snapshot]] != [*pool.span(length, length)]:
                 raise InvariantError(f"the snapshot at depth {node.depth} lacks the ids of its text")
         for req in held:
-            own, needed = (
-                pool.rows[req.row],
-                pool.span(int(bounded.computed_len[req.row]), int(rows.cached_len[req.row])),
-            )
+            own = pool.rows[req.row]
+            needed = pool.span(int(bounded.computed_len[req.row]), int(rows.cached_len[req.row]))
             if not {*needed} <= own.keys() or min(own, default=needed.start) < needed.start:
                 raise InvariantError(f"{req} needs {needed} of group {pool.group} and has {own}")
         for plan in (step.plan for step in scheduler.launched):
