@@ -185,7 +185,7 @@ class CacheManager:
         req.cache_handle = None
 
     def share_prefix(self, req: Req, *, is_leaving: bool = False) -> None:
-        """Insert the request's full pages into the prefix cache, as far as their K/V has led to finite logits.
+        """Insert the request's full pages whose K/V has led to finite logits into the prefix cache.
 
         With bounded state, insert them up to each snapshot.
         """

@@ -173,7 +173,7 @@ class PrefillManager:
     def plan(self, budget: StepBudget, running: Index | None, loads: LoadBudget) -> list[Chunk]:
         """Return chunks of prompts within the budget, one prompt after the other.
 
-        A prompt with a cached prefix in a tier comes first to its loads, of which `loads` grants a part in each step.
+        A prompt whose cached prefix continues in a tier is loaded first; `loads` limits the pages of a step.
 
         Pages are kept free for the growth of the rows `running`, which go on decoding; None admits no request. While
         the next request does not fit, only much shorter ones are admitted, but prompts already begun go on.

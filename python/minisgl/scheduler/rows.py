@@ -93,7 +93,7 @@ class Rows:
             self.is_live[req.table_idx] = False
 
     def set_pages(self, req: Req, start: int, pages: list[int]) -> None:
-        """Set the pages of `req` from index `start` on, of which it has at least `start`; pages beyond them stay."""
+        """Set the pages of `req` from index `start` on, at most its number of pages; pages after them stay."""
         req.pages[start : start + len(pages)] = pages
         self.writes.pages(req.row, start, pages)
         self.limit[req.row] = min(len(req.pages) * self.page_size, req.max_len - 1)

@@ -427,7 +427,7 @@ class Scheduler:
             self.replies.send(self.rows.uid[sampled], tokens, are_drafts)
 
     def finish(self, req: Req, end: Finished) -> None:
-        """End a request, whatever the reason: with its one terminal reply."""
+        """End a request for any reason, with its one terminal reply."""
         assert req.status is not Status.FINISHED, f"the request has ended already: {req}"
         self.replies.finish(end)
         self.grammars.forget(req)
