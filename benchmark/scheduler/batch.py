@@ -21,6 +21,7 @@ from minisgl.core.layout import Flag
 from minisgl.core.params import Limits
 from minisgl.core.plan import BatchPlan, StepCosts, StepResult
 from minisgl.kvcache.arena import Blocks
+from minisgl.llm import llm as llm_module
 from minisgl.scheduler.scheduler import Scheduler
 from minisgl.tools.bench.workloads import WORKLOADS, OfflineArgs, make_workloads
 
@@ -84,7 +85,8 @@ class SimulatedEngine:
         pass
 
     def describe(self) -> dict[str, str | int | float]:
-        return {}
+        shown = dict.fromkeys(("dtype", "quantization", "device"), "simulated")
+        return {**shown, "kv_tokens": 16_384 * self.page_size, "max_model_len": self.limits.max_model_len}
 
 
 def main() -> None:
@@ -94,7 +96,7 @@ def main() -> None:
     parser.add_argument("--repeat", type=int, default=3)
     args = parser.parse_args()
     engine = SimulatedEngine(COSTS[args.shape])
-    with patch.object(Scheduler, "from_config", lambda config, io, group: Scheduler(config, engine, io)):
+    with patch.object(llm_module, "create_scheduler", lambda config, io, group: Scheduler(config, engine, io)):
         llm = LLM()
     for workload in make_workloads(OfflineArgs(workload=",".join(args.workloads or ["a"])), 4000):
         params = [SamplingParams(ignore_eos=True, max_tokens=item.output_len) for item in workload.requests]

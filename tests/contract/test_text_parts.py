@@ -150,6 +150,21 @@ def test_gemma_leaves_out_what_transformers_defaults_to(tmp_path: Path) -> None:
     assert config.dtype == "bfloat16" and hf.load_config(tmp_path)["eos_token_id"] == [1, 106]
 
 
+@pytest.mark.parametrize(("kind", "sizes"), [("llama", (11008, 32, 32)), ("mistral", (14336, 32, 8))])
+def test_llava_leaves_out_sizes(kind: str, sizes: tuple[int, int, int], tmp_path: Path) -> None:
+    """The files of llava-1.5-7b-hf and llava-v1.6-mistral-7b-hf have only fields that differ from the defaults."""
+    text = {"model_type": kind, "architectures": [f"{kind.title()}ForCausalLM"], "rms_norm_eps": 1e-05}
+    text |= {"vocab_size": 32064, "max_position_embeddings": 4096}
+    whole = {"architectures": ["LlavaForConditionalGeneration"], "model_type": "llava", "text_config": text}
+    (tmp_path / "config.json").write_text(json.dumps(whole))
+    config = ModelConfig.from_hf(hf.load_config(tmp_path))
+    assert (config.intermediate_size, config.num_heads, config.num_kv_heads) == sizes
+    assert (config.vocab_size, config.hidden_size, config.num_layers, config.head_dim) == (32064, 4096, 32, 128)
+    assert config.max_position_embeddings == 4096
+    with pytest.raises(ConfigError, match="hidden_size"):  # required of a text model
+        ModelConfig.from_hf(text)
+
+
 @pytest.mark.parametrize("kind", ["gemma4_text", "qwen3_5_text", None])
 def test_other_text_parts_are_refused_by_name(tmp_path: Path, kind: str | None) -> None:
     whole = {"architectures": ["NewForConditionalGeneration"], "text_config": {"model_type": kind}}

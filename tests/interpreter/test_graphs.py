@@ -166,7 +166,7 @@ def parts(ops: str | None = None, *, has_model: bool = False) -> Parts:
     drafting = None
     if ops is not None:
         drafter = Head() if has_model else NGramDrafter(load_ops(ops))
-        drafting = Drafting(ROWS + 1, 80, state.last_token, drafter, device, drafter if has_model else None)
+        drafting = Drafting(ROWS + 1, 80, state.last_token, drafter, device)
     return Parts(device, load_ops("reference"), *played, state, penalties, comm, vocab, drafting)
 
 

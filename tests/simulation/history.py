@@ -278,7 +278,7 @@ class History:
     async def _live(self, client: Client) -> None:
         await asyncio.sleep(client.at - self.loop.now)
         if self.server.uvicorn.should_exit:
-            return  # nobody listens
+            return  # the server does not listen
         task = self.loop.create_task(self._ask(client))
         self.server.uvicorn.requests.add(task)
         task.add_done_callback(self.server.uvicorn.requests.discard)

@@ -129,7 +129,7 @@ class FakeEngine:
         self.eos_token_ids = frozenset({EOS})
         self.vocab, self.late, self.costs = vocab, late, costs
         self.seconds = 0.0  # what the batches that were executed took, according to `costs`
-        # A block of words for as many pages as any group has in it, and one block that nobody owns.
+        # A block has words for the pages of any group. The last block is never owned.
         width = max(2, page_size)
         memory = np.full((self.blocks.count + 1, math.lcm(*per_block) * width), POISON, np.int64)
         self.kv, self.windows, self.states = (

@@ -156,7 +156,7 @@ def load_config(folder: Path) -> dict[str, Any]:
 
 
 def text_part(config: dict[str, Any]) -> dict[str, Any]:
-    """Return the configuration of a multimodal model's decoder, or `config` itself if there is no other part."""
+    """Return the configuration of a multimodal model's decoder; `config` itself if the model has no other parts."""
     text = config.get("text_config")
     if not isinstance(text, dict):
         return config

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import replace
-from typing import TYPE_CHECKING, Protocol
+from typing import TYPE_CHECKING, Protocol, runtime_checkable
 
 import numpy as np
 import torch
@@ -19,6 +19,7 @@ if TYPE_CHECKING:
     from minisgl.speculative import Drafter
 
 
+@runtime_checkable
 class DraftingModel(Protocol):
     """A drafter that is a model, as steps use it; see `draft_model.py: DraftModel`."""
 
@@ -44,19 +45,10 @@ class Drafting:
     drafts   [rows, MAX_DRAFTS] int32, what may follow
     """
 
-    def __init__(
-        self,
-        rows: int,
-        max_tokens: int,
-        last_token: Tensor,
-        drafter: Drafter,
-        device: Device,
-        model: DraftingModel | None = None,
-    ) -> None:
-        """`model` is the drafter, if it is a model."""
+    def __init__(self, rows: int, max_tokens: int, last_token: Tensor, drafter: Drafter, device: Device) -> None:
         self.last_token = last_token
         self.drafter = drafter
-        self.model = model
+        self.model: DraftingModel | None = drafter if isinstance(drafter, DraftingModel) else None
         self._device = device
 
         def empty(*shape: int) -> Tensor:  # uninitialised, since untouched memory is free on a CPU

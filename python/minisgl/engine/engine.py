@@ -20,7 +20,7 @@ from minisgl.distributed.group import Group
 from minisgl.distributed.tensor_parallel import VocabParallel
 from minisgl.engine.config import EngineSpec
 from minisgl.engine.costs import measure_costs
-from minisgl.engine.draft_model import DraftModel, make_draft_model
+from minisgl.engine.draft_model import make_draft_model
 from minisgl.engine.drafting import Drafting
 from minisgl.engine.memory import MemoryPlan, plan_memory
 from minisgl.engine.resolve import make_mixers, resolve
@@ -219,5 +219,4 @@ def load_parts(spec: EngineSpec, device: Device, group: Group, factory: RunnerFa
         return parts
     has_model = spec.draft is not None
     drafter = make_draft_model(parts, spec, factory.supports_format) if has_model else DRAFTERS.load(spec.drafter)(ops)
-    own = drafter if isinstance(drafter, DraftModel) else None
-    return replace(parts, drafting=Drafting(rows + 1, spec.max_seq_len, state.last_token, drafter, device, own))
+    return replace(parts, drafting=Drafting(rows + 1, spec.max_seq_len, state.last_token, drafter, device))

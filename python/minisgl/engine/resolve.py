@@ -51,7 +51,7 @@ def resolve(
     model, embedder = checkpoint.model, checkpoint.embedder
     if embedder is None and model.tie_word_embeddings and not config.dummy_weight and has_own_head(checkpoint.folder):
         if info.rank == 0:
-            _log.warning("config.json ties lm_head.weight to the embedding, but it differs in the checkpoint: not tied")
+            _log.warning("lm_head.weight is not tied to the embedding, from which it differs in the checkpoint")
         model = replace(model, tie_word_embeddings=False)
     dtype = config.dtype if config.dtype != "auto" else "float32" if device_type == "cpu" else model.dtype
     has_graphs = device_type == "cuda" and embedder is None  # only steps that sample are captured

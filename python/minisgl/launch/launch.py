@@ -185,7 +185,7 @@ def listening_socket(args: ServerArgs) -> Iterator[socket.socket]:
     try:
         with socket.socket(socket.AF_UNIX) as probe:
             if Path(args.uds).is_socket() and probe.connect_ex(args.uds):
-                os.unlink(args.uds)  # nobody listens on it any more
+                os.unlink(args.uds)  # left by a server that has ended
         sock = socket.create_server(args.uds, family=socket.AF_UNIX)
     except OSError as e:
         raise ConfigError(f"cannot listen on --uds {args.uds}: {e.__context__ or e}") from e

@@ -9,6 +9,15 @@ from typing import Any, Final
 
 LLAMA: Final = "minisgl.models.llama:LlamaForCausalLM"
 WINDOW: Final = {"sliding_window": 4096}
+SIZES: Final = (
+    "vocab_size",
+    "hidden_size",
+    "intermediate_size",
+    "num_hidden_layers",
+    "num_attention_heads",
+    "num_key_value_heads",
+    "max_position_embeddings",
+)
 
 
 @dataclass(frozen=True, slots=True)
@@ -40,6 +49,7 @@ class Family:
     has_window_switch    these layers have a window only if `use_sliding_window` is true
     activation_key       the field of config.json for the MLP's activation
     text_types           the `model_type`s of multimodal models' text parts that are such a decoder
+    text_defaults        transformers' defaults for fields that such a part may lack, besides `defaults`
     defaults             transformers' defaults for fields that config.json may lack
     """
 
@@ -55,18 +65,25 @@ class Family:
     has_window_switch: bool = False
     activation_key: str = "hidden_act"
     text_types: tuple[str, ...] = ()
+    text_defaults: Mapping[str, Any] = field(default_factory=dict)
     defaults: Mapping[str, Any] = field(default_factory=dict)
 
 
 FAMILIES: Final[Mapping[str, Family]] = MappingProxyType(
     {
-        "LlamaForCausalLM": Family(on_cpu_step=True, has_mlp_bias_option=True, text_types=("llama",)),
+        "LlamaForCausalLM": Family(
+            on_cpu_step=True,
+            has_mlp_bias_option=True,
+            text_types=("llama",),
+            text_defaults=dict(zip(SIZES, (32000, 4096, 11008, 32, 32, None, 2048), strict=True)),
+        ),
         "MistralForCausalLM": Family(
             on_cpu_step=True,
             qkv_bias=False,
             o_bias=False,
             slides="all",
             text_types=("mistral",),
+            text_defaults=dict(zip(SIZES, (32000, 4096, 14336, 32, 32, 8, 131072), strict=True)),
             defaults=WINDOW,
         ),
         "Qwen2ForCausalLM": Family(
@@ -120,11 +137,8 @@ FAMILIES: Final[Mapping[str, Family]] = MappingProxyType(
             slides="pattern",
             activation_key="hidden_activation",
             text_types=("gemma3_text",),
+            text_defaults=dict(zip(SIZES, (262208, 2304, 9216, 26, 8, 4, 131072), strict=True)),
             defaults={
-                "vocab_size": 262208,
-                "max_position_embeddings": 131072,
-                "num_attention_heads": 8,
-                "num_key_value_heads": 4,
                 "head_dim": 256,
                 "hidden_activation": "gelu_pytorch_tanh",
                 "query_pre_attn_scalar": 256,

@@ -128,7 +128,8 @@ class ModelConfig:
         """Read the object in config.json, as transformers 4 or 5 writes it. Raises `ConfigError` if unsupported."""
         architecture = _architecture(config)
         family = FAMILIES[architecture]
-        config = {**DEFAULTS, **family.defaults, **config}
+        is_text_part = config["architectures"] != [architecture]
+        config = {**DEFAULTS, **family.defaults, **(family.text_defaults if is_text_part else {}), **config}
         _refuse_unsupported(config)
         hidden_size = size(config, "hidden_size")
         num_heads = size(config, "num_attention_heads")
@@ -174,7 +175,7 @@ class ModelConfig:
             fused_projections=family.fused_projections,
             experts=_experts(config, num_layers, family.experts) if family.experts is not None else None,
             quantization=read_quantization(config),
-            is_text_part=config.get("architectures") != [architecture],
+            is_text_part=is_text_part,
             dtype=str(config.get("dtype") or config.get("torch_dtype") or "float32").removeprefix("torch."),
         )
 

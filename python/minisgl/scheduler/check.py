@@ -13,11 +13,11 @@ from minisgl.scheduler.writes import decode_flags
 if TYPE_CHECKING:
     from minisgl.core.layout import Records
     from minisgl.scheduler.drafts import Drafts
-    from minisgl.scheduler.parts import Parts
+    from minisgl.scheduler.parts import SchedulerParts
     from minisgl.scheduler.req import Req
 
 
-def check_invariants(scheduler: Parts) -> None:
+def check_invariants(scheduler: SchedulerParts) -> None:
     """Raise `InvariantError` with the request or page that contradicts the rules of the scheduler package."""
     _check_pages(scheduler)
     _check_bounded(scheduler)
@@ -26,7 +26,7 @@ def check_invariants(scheduler: Parts) -> None:
     scheduler.cache.prefix.check_integrity()
 
 
-def check_idle(scheduler: Parts) -> None:
+def check_idle(scheduler: SchedulerParts) -> None:
     """Check cheaply, whenever the scheduler is idle, that all rows and pages have been given back."""
     cache, rows = scheduler.cache, scheduler.rows
     used, cached = cache.pages.num_used, cache.prefix.size_info
@@ -38,7 +38,7 @@ def check_idle(scheduler: Parts) -> None:
         raise InvariantError("idle, but rows have window pages or slots")
 
 
-def _check_pages(scheduler: Parts) -> None:
+def _check_pages(scheduler: SchedulerParts) -> None:
     """Each page of a block is free, fenced, cached or private to one request: exactly one of these."""
     cache = scheduler.cache
     cache.arena.check()
@@ -64,7 +64,7 @@ def _check_pages(scheduler: Parts) -> None:
         raise InvariantError(f"{cache.pages.num_used} pages are in use, but {len(owner)} have an owner or are free")
 
 
-def _check_bounded(scheduler: Parts) -> None:
+def _check_bounded(scheduler: SchedulerParts) -> None:
     """Each id of a window page or slot is free, one row's or one snapshot's; rows and snapshots have all they need."""
     rows, bounded = scheduler.rows, scheduler.cache.bounded
     held = [req for req in scheduler.live.values() if req.table_idx is not None]
@@ -100,7 +100,7 @@ def _ids(records: Records, group: int, name: str) -> set[int]:
     return {*records[name][records["group"] == group].tolist()}
 
 
-def _check_rows(scheduler: Parts) -> None:
+def _check_rows(scheduler: SchedulerParts) -> None:
     """Each row is free or held by one request, and the arrays agree with that request."""
     rows = scheduler.rows
     held = {r.table_idx: r for r in scheduler.live.values() if r.table_idx is not None}
@@ -128,7 +128,7 @@ def _check_rows(scheduler: Parts) -> None:
         raise InvariantError(f"running requests are not in order of arrival: {running}")
 
 
-def _check_row(scheduler: Parts, req: Req) -> None:
+def _check_row(scheduler: SchedulerParts, req: Req) -> None:
     rows, row = scheduler.rows, req.row
     cached = int(rows.cached_len[row])
     confirmed = int(rows.confirmed_len[row])
@@ -158,7 +158,7 @@ def _check_row(scheduler: Parts, req: Req) -> None:
         raise InvariantError(f"the prompt is planned, but the request does not decode, or the reverse: {where}")
 
 
-def _check_drafts(scheduler: Parts, req: Req, drafts: Drafts) -> None:
+def _check_drafts(scheduler: SchedulerParts, req: Req, drafts: Drafts) -> None:
     """Drafts in flight are counted, and a row with such drafts goes on with DRAFTS."""
     slots = [slot for step in scheduler.launched for slot in step.plan.slots if slot["row"] == req.row]
     in_flight = sum(int(slot["stop"] - slot["start"]) - 1 for slot in slots if slot["flags"] & Flag.DRAFTS)
@@ -166,7 +166,7 @@ def _check_drafts(scheduler: Parts, req: Req, drafts: Drafts) -> None:
         raise InvariantError(f"{in_flight} drafts are in flight, not {drafts.in_flight[req.row]}: {req}")
 
 
-def _check_requests(scheduler: Parts) -> None:
+def _check_requests(scheduler: SchedulerParts) -> None:
     running = {r.uid for r in (*scheduler.decode.running, *scheduler.prefill.chunked)}
     queued = {r.uid for r in scheduler.prefill.waiting}
     leaving = set()

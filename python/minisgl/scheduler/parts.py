@@ -16,7 +16,7 @@ if TYPE_CHECKING:
     from minisgl.scheduler.rows import Rows
 
 
-class Parts(Protocol):
+class SchedulerParts(Protocol):
     """The parts of a `Scheduler` that are looked at."""
 
     cache: CacheManager

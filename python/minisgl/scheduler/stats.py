@@ -10,7 +10,7 @@ from minisgl.core.message import EngineView, NodeView, RequestView, StatsMsg, St
 if TYPE_CHECKING:
     from minisgl.kvcache.tree import Node
     from minisgl.scheduler.cache import CacheManager
-    from minisgl.scheduler.parts import Parts
+    from minisgl.scheduler.parts import SchedulerParts
     from minisgl.scheduler.plan import Launched
     from minisgl.scheduler.req import Req
 
@@ -46,14 +46,14 @@ class Stats:
         """Return the remembered steps, oldest first."""
         return [StepView(number, round(1e3 * seconds, 3), *counts) for number, seconds, *counts in self._steps]
 
-    def heartbeat(self, scheduler: Parts, now: float) -> StatsMsg | None:
+    def heartbeat(self, scheduler: SchedulerParts, now: float) -> StatsMsg | None:
         """Return a snapshot if the last one is HEARTBEAT_S old, else None. `now` is a monotonic clock in seconds."""
         if now - self._last_beat < HEARTBEAT_S:
             return None
         self._last_beat = now
         return self.snapshot(scheduler)
 
-    def snapshot(self, scheduler: Parts) -> StatsMsg:
+    def snapshot(self, scheduler: SchedulerParts) -> StatsMsg:
         """Return the totals, and the queues and pages of now."""
         cache = scheduler.cache
         free, evictable = cache.free_size, cache.evictable_size
@@ -93,7 +93,7 @@ def _tiers(cache: CacheManager) -> list[TierView]:
     ]
 
 
-def engine_view(scheduler: Parts, uid: int, stats: Stats) -> EngineView:
+def engine_view(scheduler: SchedulerParts, uid: int, stats: Stats) -> EngineView:
     """Answer the `ViewMsg` of `uid`: a snapshot of bounded size, made in about a millisecond."""
     cache = scheduler.cache
     tree, root_hidden = cache.prefix.outline()
@@ -136,7 +136,7 @@ def engine_view(scheduler: Parts, uid: int, stats: Stats) -> EngineView:
     )
 
 
-def _request(scheduler: Parts, req: Req, is_prefill: bool, index: dict[Node, int]) -> RequestView:
+def _request(scheduler: SchedulerParts, req: Req, is_prefill: bool, index: dict[Node, int]) -> RequestView:
     rows, drafts = scheduler.rows, scheduler.drafts
     return RequestView(
         uid=req.uid,

@@ -10,6 +10,8 @@ from typing import Final
 
 from tokenizers import Tokenizer
 
+from minisgl.core.errors import ConfigError
+
 SPACE: Final = "\u2581"  # SentencePiece's mark for a space
 _BYTE_PIECE: Final = re.compile(r"<0x([0-9A-Fa-f]{2})>")
 _CONTINUATIONS: Final = frozenset(bytes([b]) for b in range(0x80, 0xC0))  # bytes inside a character
@@ -26,7 +28,13 @@ class TokenBytes(dict[int, bytes]):
     """The bytes of each token, computed on first use. `strips_space`: a text begins without its first token's space."""
 
     def __init__(self, tokenizer: Tokenizer) -> None:
-        self._is_byte_level = "ByteLevel(" in repr(tokenizer.decoder)
+        """Raises `ConfigError` for a tokenizer that is neither byte-level nor SentencePiece's kind."""
+        decoder = repr(tokenizer.decoder)
+        self._is_byte_level = "ByteLevel(" in decoder
+        if not self._is_byte_level and SPACE not in decoder:
+            raise ConfigError(
+                f"tokenizer.json has the decoder {decoder:.60}, neither a byte-level one nor SentencePiece's"
+            )
         self._tokenizer = tokenizer
         self._alphabet = _byte_of_char()
         spaced = next(

@@ -221,7 +221,7 @@ def test_failure_reaches_every_waiting_query(args: ServerArgs, tokenizer: ZmqPul
         first, second = [asyncio.create_task(frontend.convert(EncodeMsg(uid=0, prompt=request()))) for _ in range(2)]
         one, _ = await asyncio.to_thread(receive, tokenizer, 2)
         assert isinstance(one, EncodeMsg)
-        replies.put([ConversionReply(uid=7), ConversionReply(uid=one.uid, text="early")])  # nobody waits for 7
+        replies.put([ConversionReply(uid=7), ConversionReply(uid=one.uid, text="early")])  # no conversion 7 is open
         assert (await first).text == "early"
         frontend.fail("the engine died")
         with pytest.raises(RequestError, match="the engine died") as failed:

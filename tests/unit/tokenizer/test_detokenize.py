@@ -11,8 +11,9 @@ import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from tokenizers import Tokenizer
+from tokenizers import Tokenizer, decoders
 
+from minisgl.core.errors import ConfigError
 from minisgl.core.message import (
     CONTEXT_TOKENS,
     DetokenizeMsg,
@@ -139,6 +140,14 @@ def test_a_completion_continues_its_prompt(text: str, cut: int, skip: bool) -> N
         assert alone == DetokenizeManager(tokenizer).decode(
             completion, SamplingParams(skip_special_tokens=skip), prompt
         )
+
+
+@pytest.mark.parametrize("decoder", [decoders.WordPiece(), decoders.CTC(), decoders.BPEDecoder(), None])
+def test_other_decoders_are_refused(decoder: decoders.Decoder | None) -> None:
+    tokenizer = Tokenizer.from_str(BYTE_LEVEL.to_str())
+    tokenizer.decoder = decoder
+    with pytest.raises(ConfigError, match=rf"has the decoder {type(decoder).__name__ if decoder else None}"):
+        DetokenizeManager(tokenizer)
 
 
 def test_the_first_space_of_a_completion_is_kept() -> None:

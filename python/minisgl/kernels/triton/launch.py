@@ -101,7 +101,10 @@ def separate_launchers() -> Iterator[None]:
     They are C modules of one name. Python loads one that it has loaded before into the newest module of that name, so
     that one of several threads could launch a kernel with the arguments of another.
     """
-    load, lock = build._load_module_from_path, Lock()
+    load, lock = getattr(build, "_load_module_from_path", None), Lock()
+    if load is None:  # another version of Triton
+        yield
+        return
 
     def load_alone(name: str, path: str) -> Any:
         with lock:
