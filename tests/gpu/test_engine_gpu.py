@@ -176,7 +176,8 @@ def test_pages_behind_windows_are_given_back(windows: Path, options: dict[str, A
         for _ in range(2):
             got = texts(llm, params)
             assert got == want or "dtype" in options  # in 16 bits the split of sums decides some tokens
-        assert llm.scheduler.stats.cached_tokens > 0
+        # A pool that is full of rows keeps nothing of the one prompt that is longer than a page.
+        assert llm.scheduler.stats.cached_tokens > 0 or "num_pages" in options
 
 
 def test_bfloat16_tokens_are_deterministic():

@@ -12,7 +12,7 @@ import torch
 
 from minisgl import LLM, SamplingParams
 from minisgl.kvcache.tiers import Tier
-from minisgl.scheduler import scheduler
+from minisgl.scheduler import cache
 
 FACT = "The secret code of the castle is {}. "
 FILLER = "The grass is green. The sky is blue. The sun is yellow. Here we go. There and back again. "
@@ -44,7 +44,7 @@ def test_pages_come_back_from_host_and_disk_as_they_were(
         """This model computes its pages faster than they can be loaded."""
         return [Tier(spec, number, page_size, is_fresh) for number, spec in enumerate(specs)]
 
-    monkeypatch.setattr(scheduler, "worthwhile_tiers", all_tiers)
+    monkeypatch.setattr(cache, "worthwhile_tiers", all_tiers)
     want, _ = answers(**options)
     for given in ({"host_kv": 600 << 20}, {"disk_kv": f"{tmp_path}/kv:600M"}):
         told, (tier,) = answers(**options, **given)

@@ -149,7 +149,7 @@ class FakeEngine:
         self.has_state = any(b.group == STATE for b in bounded)
         self.window_table = np.full_like(self.page_table, -1)
         self.slot_of = np.full(rows, -1)
-        self.num_copies = [0, 0]  # restores and captures of snapshots
+        self.num_copies = [0, 0]  # of states: restores and captures
         self.slots: list[dict[int, tuple[int, np.ndarray]]] = [{} for _ in tiers]  # slot -> (name, page)
         self.damaged: set[tuple[int, int]] = set()  # (tier, slot) whose next load finds a damaged page
         self.num_moves = [0, 0]  # pages stored and loaded
@@ -194,7 +194,7 @@ class FakeEngine:
             pool.release = partial(self._poison_released, pool, pool.release)  # type: ignore[method-assign]
 
     def _poison_released(self, pool: IdPool, release: Callable[[list[int]], None], ids: list[int]) -> None:
-        self.poison(ids, pool.group)
+        self.poison([i for i in ids if i not in pool.others], pool.group)
         release(ids)
 
     def poison(self, pages: list[int], group: int = FULL) -> None:
@@ -228,8 +228,8 @@ class FakeEngine:
         for group, row, index, page in plan.page_writes.tolist():
             (self.page_table, self.window_table, self.slot_of[:, None])[group][row, index] = page
         self.captures = plan.captures.tolist()
-        for group, source, target, row, length in plan.restores.tolist():
-            self.copy(group, source, target, row, length)
+        for restore in plan.restores.tolist():
+            self.copy(*restore)
         if self.costs is not None:
             self.seconds += step_seconds(self.costs, plan)
         tokens, prompt_ids = plan.tokens.tolist(), plan.prompt_logprob_ids.tolist()
@@ -285,9 +285,7 @@ class FakeEngine:
                 count = stop - start - bool(flags & Flag.SAMPLES)
                 ids, prompt_ids = prompt_ids[:count], prompt_ids[count:]
                 prompt_logprobs += [logprob_column(p, t) for p, t in zip(range(start + 1, stop + 1), ids, strict=False)]
-        for group, source, target, row, length in self.captures:
-            assert group != STATE, f"no chunk of row {row} comes to {length} tokens"
-            self.copy(group, source, target, row, length)
+        assert not self.captures, f"no chunk comes to so many tokens: {self.captures}"
         self.num_copies = [self.num_copies[0] + len(plan.restores), self.num_copies[1] + len(plan.captures)]
         assert not tokens, "the plan has tokens that no slot takes"
         assert not masks, "the plan has masks that no slot takes"
@@ -298,11 +296,10 @@ class FakeEngine:
         drafts = {"confirmed": flags, "ready": counts} if plan.has_drafts else {}
         return StepResult(tokens, oks, columns if has_logprobs else None, **drafts)
 
-    def copy(self, group: int, source: int, target: int, row: int, length: int) -> None:
-        """Copy a window's page or a state between a row and a snapshot."""
-        data = (self.kv, self.windows, self.states)[group]
-        assert (data[source] != POISON).all(), f"row {row}, {length} tokens: {source} of group {group} is free"
-        data[target] = data[source]
+    def copy(self, source: int, target: int, row: int, length: int) -> None:
+        """Copy a state between a row and a snapshot."""
+        assert (self.states[source] != POISON).all(), f"row {row}, {length} tokens: state {source} is free"
+        self.states[target] = self.states[source]
 
     def _store(self, row: int, position: int, token: int) -> None:
         """Store what layers keep of a token, read what those with a window read, and capture the state after it."""
@@ -321,7 +318,7 @@ class FakeEngine:
             length, state = self.states[slot].tolist() if position else (0, 0)
             assert length == position, f"row {row} computes position {position} from a state of {length} tokens"
             self.states[slot] = position + 1, zlib.crc32(token.to_bytes(4, "little"), state)
-            for capture in [c for c in self.captures if c[0] == STATE and c[3:] == (row, position + 1)]:
+            for capture in [c for c in self.captures if c[2:] == (row, position + 1)]:
                 self.copy(*capture)
                 self.captures.remove(capture)
 

@@ -62,7 +62,7 @@ class LateDevice(CpuDevice):
         self.joined = []
         if flops:
             self.pending.append(late)
-        else:  # copies for a snapshot: what they read may be given back, and poisoned, with the result of their step
+        else:  # copies of a snapshot, which may be freed, and poisoned, with the result of their step
             late.run()
         return late.wait
 

@@ -47,7 +47,7 @@ class DecayStep:
 
     def run(self, x: Tensor, states: Tensor) -> Tensor:
         out, batch = torch.empty_like(x), self.batch
-        targets = {(row, at): target for _, _, target, row, at in batch.captures.tolist()}
+        targets = {(row, at): target for _, target, row, at in batch.captures.tolist()}
         ends, rows, positions = (
             batch.layout.cu_query_lens.tolist(),
             batch.layout.rows.tolist(),

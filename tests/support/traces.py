@@ -132,10 +132,9 @@ class Harness:
         for uid, (prompt, params) in self.requests.items():
             if self.endings[uid] is FinishReason.ERROR:
                 continue
-            limit = params.max_tokens
-            if limit is None:
-                pages = self.scheduler.cache.arena.max_pages
-                limit = min(self.engine.limits.max_model_len, pages * self.engine.page_size + 1) - len(prompt)
+            capacity = self.scheduler.cache.arena.max_pages * self.engine.page_size + 1
+            most = min(self.engine.limits.max_model_len, capacity) - len(prompt)
+            limit = most if params.max_tokens is None else min(most, params.max_tokens)
             matcher = None
             if params.grammar is not None and params.grammar.text == "bad":
                 assert self.endings[uid] is FinishReason.ABORT and not self.outputs[uid]

@@ -45,7 +45,7 @@ PAGE_WRITE: Final = np.dtype([("group", "<i4"), ("row", "<i4"), ("index", "<i4")
 
 # A copy between a row's own page of WINDOW, or its slot, and that of a snapshot: what the text in `row` needs to go on
 # after its first `position` tokens.
-COPY: Final = np.dtype([("group", "<i4"), ("source", "<i4"), ("target", "<i4"), ("row", "<i4"), ("position", "<i4")])
+COPY: Final = np.dtype([("source", "<i4"), ("target", "<i4"), ("row", "<i4"), ("position", "<i4")])
 
 # A copy of a page between the pool and a slot of a tier (`kvcache/storage.py`). `name` identifies the page's tokens and
 # all before them, so that a slot with another page is noticed.

@@ -72,10 +72,10 @@ class BatchPlan:
     histories          int32 [H]       history records of rows that begin to draft, concatenated
     proposals          PROPOSAL [D]    drafts from the host
     moves              MOVE [N]        pages to copy to and from tiers, in this order, before anything else
-    restores           COPY [K]        copies from snapshots to rows, after earlier steps and before this one; a row's
-                                       first slot may be in a later plan
-    captures           COPY [C]        copies from rows to snapshots: of WINDOW after the step, of STATE within it, when
-                                       the row's chunk has come to `position`
+    restores           COPY [K]        STATE to copy from snapshots to rows, after earlier steps and before this one; a
+                                       row's first slot may be in a later plan
+    captures           COPY [C]        STATE to copy from rows to snapshots within the step, when the row's chunk has
+                                       come to `position`
     """
 
     step: int
@@ -313,7 +313,7 @@ class Batch:
     row_states: torch.Tensor  # [R, words of ROW_STATE] int32
     prompt_logprobs: PromptLogprobs | None = None
     drafts: DraftColumns | None = None
-    captures: Records = field(default_factory=lambda: NO_COPIES)  # COPY of STATE, for the mixers
+    captures: Records = field(default_factory=lambda: NO_COPIES)  # for the mixers
 
     @property
     def num_tokens(self) -> int:

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
-from minisgl.core.layout import NEWEST, NO_INTS, NOT_DRAFTED, STATE, Flag, as_words
+from minisgl.core.layout import NEWEST, NO_INTS, NOT_DRAFTED, Flag, as_words
 from minisgl.core.plan import Batch, BatchPlan, DraftColumns, PromptLogprobs, Sampling, SeqLayout, StepShape
 
 if TYPE_CHECKING:
@@ -126,7 +126,7 @@ def make_batch(plan: BatchPlan, device: Device) -> Batch:
     return Batch(
         shape=step_shape(plan.slots),
         slots=plan.slots,
-        captures=plan.captures[plan.captures["group"] == STATE],
+        captures=plan.captures,
         layout=SeqLayout(rows, kv_lens, ends),
         input_ids=ids,
         positions=positions,

@@ -7,7 +7,6 @@ import logging
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
-import numpy as np
 import torch
 
 from minisgl.checkpoint.hf import fingerprint
@@ -115,25 +114,15 @@ class Engine:
             self.mover.launch(plan.moves, plan.moves["page"])
             return ForwardOutput(plan, lambda masks: self.device.submit(lambda: NO_TOKENS, 0.0))
         others = self.mover.launch(plan.moves, plan.page_writes["page"])
-        self._copy(plan.restores)
+        if len(restores := plan.restores):
+            self.device.submit(lambda: self._restore(restores), 0.0)
         output = next(r for r in self.runners if r.fits(plan)).launch(plan)
-        self._copy(plan.captures[plan.captures["group"] == WINDOW])
         self.mover.start(others)  # the host need not start these before the step
         return output
 
-    def _copy(self, copies: Records) -> None:
-        """Submit COPY records, if there are any."""
-        if not len(copies):
-            return
-
-        def work() -> torch.Tensor:
-            store = self.parts.store
-            for group in np.unique(copies["group"]).tolist():
-                of_group = copies[copies["group"] == group]
-                store.copy(group, of_group["source"], of_group["target"])
-            return NO_TOKENS
-
-        self.device.submit(work, 0.0)
+    def _restore(self, copies: Records) -> torch.Tensor:
+        self.parts.store.copy(copies["source"], copies["target"])
+        return NO_TOKENS
 
     def _forget_pages(self) -> None:
         """Let all rows point to the dummy pages."""

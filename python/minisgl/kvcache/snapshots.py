@@ -1,13 +1,13 @@
 """State of bounded size: pages of a window, and the slot of a recurrent state. Rows have it, and snapshots of texts.
 
-It is copied and never shared: a capture copies it from a row to a snapshot, a restore from a snapshot to a row. So ids
-have neither locks nor reference counts.
+A page of a window is complete where a text is captured. So rows and snapshots share it, and it is free when the last of
+them has released it. A slot changes with each token, so a capture copies it to a snapshot, and a restore to a row.
 """
 
 from __future__ import annotations
 
 import enum
-from collections import OrderedDict
+from collections import Counter, OrderedDict
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Final, NamedTuple
 
@@ -15,6 +15,8 @@ from minisgl.core.rounding import ceil_div
 from minisgl.kvcache.arena import PagePool
 
 if TYPE_CHECKING:
+    from collections.abc import Sequence
+
     from minisgl.kvcache.arena import Arena
     from minisgl.kvcache.tree import Node
 
@@ -39,12 +41,14 @@ def ids_per_row(window: int, page_size: int) -> int:
 
 
 class IdPool(PagePool):
-    """The ids of one group that are in use: each is one row's, or one snapshot's.
+    """The ids of one group that are in use.
 
     For each row `per_row` ids are reserved, and `reserve` more for the prompts of all rows. So a decoding row never
-    lacks an id. Snapshots use the others.
+    lacks an id. Snapshots use the others: an id that a snapshot has does not count as a row's.
 
     rows, snapshots    what each holds: ids by their index in the text
+    kept               in how many snapshots each id is, if it is in one
+    others             how many share each id with its first holder, if any do
     """
 
     def __init__(self, arena: Arena, bounded: Bounded, page_size: int, chunk_tokens: int) -> None:
@@ -56,13 +60,22 @@ class IdPool(PagePool):
         self.per_row = ids_per_row(window, page_size)
         limit = (arena.blocks.ids(self.group) - self.per_row) // 4
         self.reserve = min(ceil_div(chunk_tokens, self.page_size), limit) if window else 0
+        self.is_shared = window > 0
         self.rows: dict[int, dict[int, int]] = {}
         self.snapshots: dict[Snapshot, dict[int, int]] = {}
+        self.kept: Counter[int] = Counter()
+        self.others: Counter[int] = Counter()
         arena.pools[self.group] = self
 
     @property
     def reserved(self) -> int:
-        return self.reserve + self.per_row * len(self.rows) - sum(map(len, self.rows.values()))
+        return self.reserve + self.per_row * len(self.rows) - (self.num_used - len(self.kept))
+
+    @property
+    def evictable_blocks(self) -> int:
+        """The most blocks that other groups gain if all snapshots are dropped."""
+        spare = len(self.free) - self.reserved + self.per_block * self.blocks_for(0)
+        return (len(self.kept) + spare) // self.per_block
 
     @property
     def least_blocks(self) -> int:
@@ -88,6 +101,52 @@ class IdPool(PagePool):
         added = dict(zip(missing, self.allocate(len(missing)), strict=True))
         ids.update(added)
         return added
+
+    def release(self, pages: Sequence[int], *, last: bool = False) -> None:
+        """Release `pages` of one holder; free those that no other holds."""
+        super().release([page for page in pages if not _take_one(self.others, page)], last=last)
+
+    def snapshot_needs(self, row: int, length: int) -> int:
+        """Return how many more ids are needed if `length` tokens of a row's text are captured."""
+        ids = self.rows[row]
+        return sum(not (self.is_shared and ids[index] in self.kept) for index in self.span(length, length))
+
+    def capture(self, row: int, length: int, snapshot: Snapshot) -> list[tuple[int, int]]:
+        """Give `snapshot` what a row has for the end of its first `length` tokens; return (source, target) to copy."""
+        own = self.rows[row]
+        ids, copies = self._repeat({index: own[index] for index in self.span(length, length)})
+        self.snapshots[snapshot] = ids
+        self.kept.update(ids.values())
+        return copies
+
+    def restore(self, row: int, snapshot: Snapshot) -> list[tuple[int, int]]:
+        """Give a row the ids of a snapshot, or new ones; return (source, target) to copy."""
+        self.rows[row], copies = self._repeat(self.snapshots[snapshot])
+        return copies
+
+    def _repeat(self, ids: dict[int, int]) -> tuple[dict[int, int], list[tuple[int, int]]]:
+        if self.is_shared:
+            self.others.update(ids.values())
+            return ids.copy(), []
+        own = self.extend({}, range(len(ids)))
+        return own, [(ids[index], own[index]) for index in ids]
+
+    def drop(self, snapshot: Snapshot) -> None:
+        """Release the ids of a snapshot."""
+        ids = [*self.snapshots.pop(snapshot).values()]
+        for i in ids:
+            _take_one(self.kept, i)
+        self.release(ids)
+
+
+def _take_one(counts: Counter[int], key: int) -> bool:
+    """Count one less of `key`, if there is one; return whether there was."""
+    if key not in counts:
+        return False
+    counts[key] -= 1
+    if not counts[key]:
+        del counts[key]
+    return True
 
 
 class Reason(enum.IntEnum):
@@ -123,7 +182,7 @@ class Snapshots:
     def free(self, snapshot: Snapshot) -> None:
         """Free the ids of a snapshot that no node has."""
         for pool in self.pools:
-            pool.release([*pool.snapshots.pop(snapshot).values()])
+            pool.drop(snapshot)
 
     def add(self, node: Node | None, snapshot: Snapshot) -> None:
         """Give a node a snapshot; free it if the node has one, or if nothing is cached."""
@@ -141,8 +200,8 @@ class Snapshots:
                 break
             before = before.parent
 
-    def use(self, node: Node) -> None:
-        """Record that the step that has just matched a node restores its snapshot."""
+    def use(self, node: Node) -> Snapshot:
+        """Return the snapshot of a node that the step that has just matched it restores."""
         snapshot = self.of[node]
         if snapshot.reason is Reason.SPARE:
             snapshot.reason = Reason.SHARED
@@ -150,21 +209,23 @@ class Snapshots:
         self.of.move_to_end(node)
         if snapshot.reason is Reason.END:
             self._newest_is_used = not node.children
+        return snapshot
 
     def remove(self, node: Node) -> None:
         """Free the snapshot of a node, if it has one."""
         if (snapshot := self.of.pop(node, None)) is not None:
             self.free(snapshot)
 
-    def oldest(self, collected: int, reason: Reason) -> Node | None:
-        """Return the node whose snapshot is to be dropped for one with `reason`, if there is one.
+    def oldest(self, collected: int, reason: Reason, but: Node | None = None) -> Node | None:
+        """Return the node whose snapshot is to be dropped for one with `reason`, if there is one other than `but`.
 
         A snapshot that a step after `collected` restores is not returned.
         """
         may_drop = {Reason.SPARE} if reason is Reason.SPARE else {*Reason}
 
         def first() -> Node | None:
-            return next((n for n, s in self.of.items() if s.restored_in <= collected and s.reason in may_drop), None)
+            found = (n for n, s in self.of.items() if s.restored_in <= collected and s.reason in may_drop)
+            return next((node for node in found if node is not but), None)
 
         while (node := first()) is not None and self.of[node].chances:
             self.of[node].chances -= 1

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Final
 import numpy as np
 import torch
 
-from minisgl.core.layout import FULL
+from minisgl.core.layout import FULL, STATE
 from minisgl.core.rounding import round_up
 from minisgl.core.specs import Paged
 from minisgl.kvcache.arena import Blocks, divide
@@ -112,9 +112,9 @@ class StateStore:
         """Overwrite pages [n] of FULL with `data`, uint8 [n, bytes of a page] on the device."""
         self.rows(FULL)[pages.to(self.device, non_blocking=True)] = data.view(torch.int64)
 
-    def copy(self, group: int, source: Ints, target: Ints) -> None:
-        """Overwrite the pages `target` [n] with the pages `source` [n], one by one, since a page has megabytes."""
-        rows = self.rows(group)
+    def copy(self, source: Ints, target: Ints) -> None:
+        """Overwrite the slots `target` [n] of STATE with the slots `source` [n], in this order; each has megabytes."""
+        rows = self.rows(STATE)
         for of, into in zip(source.tolist(), target.tolist(), strict=True):
             rows[into].copy_(rows[of])
 

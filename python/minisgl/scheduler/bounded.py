@@ -1,4 +1,4 @@
-"""Allocates and frees the window pages and slots of rows, and plans copies to and from `kvcache/snapshots.py`."""
+"""Allocates and frees the window pages and slots of rows, and plans captures and restores (`kvcache/snapshots.py`)."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING, Final
 
 import numpy as np
 
-from minisgl.core.layout import STATE, Flag
+from minisgl.core.layout import Flag
 from minisgl.core.plan import TILE_TOKENS
 from minisgl.kvcache.snapshots import IN_FLIGHT, Reason, Snapshot
 from minisgl.kvcache.tree import common_prefix_len
@@ -15,7 +15,7 @@ if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Mapping
 
     from minisgl.core.plan import BatchPlan
-    from minisgl.kvcache.snapshots import Snapshots
+    from minisgl.kvcache.snapshots import IdPool, Snapshots
     from minisgl.scheduler.req import Req
     from minisgl.scheduler.rows import Rows
 
@@ -46,9 +46,15 @@ class BoundedState:
         """Return the number of ids to reserve for one more row, by group."""
         return {pool.group: pool.per_row for pool in self.pools}
 
-    def _has_room(self, length: int, reason: Reason = Reason.END) -> bool:
-        """Make room for a snapshot of `length` tokens; return false if that is not possible yet."""
-        return self._make_room({pool.group: len(pool.span(length, length)) for pool in self.pools}, reason)
+    def _capture(self, req: Req, length: int, reason: Reason) -> None:
+        """Plan a capture of `length` tokens of a request, if there is memory."""
+        if not self._make_room({pool.group: pool.snapshot_needs(req.row, length) for pool in self.pools}, reason):
+            return
+        snapshot = Snapshot(reason)
+        req.captures.append((length, snapshot))
+        for pool in self.pools:
+            copies = pool.capture(req.row, length, snapshot)
+            self._rows.writes.captures += [(*copy, req.row, length) for copy in copies]
 
     def open(self, req: Req, waiting: Iterable[Req]) -> None:
         """Restore the snapshot of a request's cached prefix to its new row, and plan its captures.
@@ -57,16 +63,13 @@ class BoundedState:
         """
         row, handle, page_size = req.row, req.cache_handle, self._rows.page_size
         length = self.computed_len[row] = int(self._rows.cached_len[row])
+        snapshot = self.snapshots.use(handle.node) if length else None
         for pool in self.pools:
             pool.rows[row] = {}
-        self.extend(req, length)
-        if length:
-            snapshot = self.snapshots.of[handle.node]
-            self._rows.writes.restores[row] = [
-                (pool.group, source, pool.rows[row][index], row, length)
-                for pool in self.pools
-                for index, source in pool.snapshots[snapshot].items()
-            ]
+            if snapshot is not None:
+                if copies := pool.restore(row, snapshot):
+                    self._rows.writes.restores[row] = [(*copy, row, length) for copy in copies]
+                self._write(pool, row, pool.rows[row])
         # Prompts may arrive one by one: the second captures where it diverges from the first, and the third finds that.
         divergence = max((common_prefix_len(req.ids, other.ids) for other in waiting), default=0)
         shared = req.system_tokens, handle.branch * page_size, divergence
@@ -79,8 +82,10 @@ class BoundedState:
         stop = len(req.pages) * self._rows.page_size if stop is None else stop
         for pool in self.pools:
             span = pool.span(int(self.computed_len[req.row]), stop)
-            for index, i in pool.extend(pool.rows[req.row], span).items():
-                self._rows.writes.bounded[pool.group, req.row, index] = i
+            self._write(pool, req.row, pool.extend(pool.rows[req.row], span))
+
+    def _write(self, pool: IdPool, row: int, ids: dict[int, int]) -> None:
+        self._rows.writes.bounded |= {(pool.group, row, index): i for index, i in ids.items()}
 
     def chunk_limit(self, req: Req, start: int) -> int:
         """Return the number of tokens from `start` on for which ids are available.
@@ -94,15 +99,8 @@ class BoundedState:
         """Allocate the ids for a chunk of a prompt, and plan its captures, as far as there is memory."""
         self.extend(req, min(stop + IN_FLIGHT, req.max_len - 1))
         for length, reason in req.capture_at.items():
-            if not (start < length <= stop and self._has_room(length, reason)):
-                continue
-            snapshot = Snapshot(reason)
-            req.captures.append((length, snapshot))
-            for pool in self.pools:
-                own, ids = pool.rows[req.row], pool.extend({}, pool.span(length, length))
-                pool.snapshots[snapshot] = ids
-                copies = [(pool.group, own[index], target, req.row, length) for index, target in ids.items()]
-                self._rows.writes.captures += copies
+            if start < length <= stop:
+                self._capture(req, length, reason)
 
     def collect(self, plan: BatchPlan) -> None:
         """Count the tokens of a collected step, and free the window pages that no later step reads."""
@@ -118,18 +116,14 @@ class BoundedState:
     def pop_captures(self, req: Req, finite: int, *, is_leaving: bool) -> list[tuple[int, Snapshot]]:
         """Return (tokens, snapshot) of each capture of a request whose first `finite` tokens have finite logits.
 
-        The window of a leaving request becomes a snapshot as of the last page boundary. A recurrent state cannot: it is
-        as of the newest token.
+        The window of a leaving request is captured as of the last page boundary. A recurrent state cannot be: it is as
+        of the newest token.
         """
-        captures, req.captures = req.captures, []
         length = finite // self._rows.page_size * self._rows.page_size
-        newest = captures[-1][0] if captures else req.cache_handle.num_pages * self._rows.page_size
-        is_window = all(pool.group != STATE for pool in self.pools)
-        if is_leaving and is_window and length > newest and self._has_room(length):
-            captures.append((length, Snapshot()))
-            for pool in self.pools:
-                ids = pool.rows[req.row]
-                pool.snapshots[captures[-1][1]] = {index: ids.pop(index) for index in pool.span(length, length)}
+        newest = req.captures[-1][0] if req.captures else req.cache_handle.num_pages * self._rows.page_size
+        if is_leaving and length > newest and all(pool.is_shared for pool in self.pools):
+            self._capture(req, length, Reason.END)
+        captures, req.captures = req.captures, []
         return captures
 
     def close(self, req: Req) -> None:

@@ -76,8 +76,7 @@ class CacheManager:
     @property
     def evictable_size(self) -> int:
         """The number of pages that cached prefixes and snapshots leave if they are evicted, when no step needs them."""
-        pools = () if self.bounded is None else self.bounded.pools
-        blocks = sum(sum(map(len, pool.snapshots.values())) // pool.per_block for pool in pools)
+        blocks = 0 if self.bounded is None else sum(pool.evictable_blocks for pool in self.bounded.pools)
         return self.prefix.evictable_size + blocks * self.pages.per_block
 
     @property
@@ -92,14 +91,18 @@ class CacheManager:
             return None
         return self.pages.allocate(count)
 
-    def make_room(self, needs: Mapping[int, int], reason: Reason = Reason.SHARED) -> bool:
+    def make_room(
+        self, needs: Mapping[int, int], reason: Reason = Reason.SHARED, handle: CacheHandle | None = None
+    ) -> bool:
         """Evict until `needs` (pages by group) can be allocated; return false if that is not possible yet.
 
-        The pages are for a row, or for a snapshot with `reason`. Snapshots are evicted in their own order.
+        The pages are for a row that goes on from `handle`, or for a snapshot with `reason`. Snapshots are evicted in
+        their own order.
         """
+        but = None if handle is None else handle.node
         while not self.arena.fits(needs):
             if self.prefix.snapshots is not None:
-                node = self.prefix.snapshots.oldest(self.rows.last_collected, reason)
+                node = self.prefix.snapshots.oldest(self.rows.last_collected, reason, but)
                 if node is None:
                     return False
                 self.prefix.snapshots.remove(node)
@@ -132,10 +135,16 @@ class CacheManager:
             handle, pages = self.match(req, int((pages >= 0).sum()))
         self.prefix.lock_handle(handle)
         req.cache_handle = handle
-        if self.bounded is not None and handle.num_pages:
-            self.bounded.snapshots.use(handle.node)
         shared: list[int] = pages.tolist()
         return shared
+
+    def forget_match(self, req: Req) -> bool:
+        """Drop the snapshot from which a waiting request would go on, and return whether there was one."""
+        if self.bounded is None or not (handle := self.match(req).handle).num_pages:
+            return False
+        self.bounded.snapshots.remove(handle.node)
+        self._release_evicted(self.prefix.prune(handle.node))
+        return True
 
     def load(self, req: Req, budget: LoadBudget) -> None:
         """Load more of the cached prefix of `req`, which has computed nothing yet, into its own pages."""

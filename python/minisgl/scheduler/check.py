@@ -2,16 +2,18 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from itertools import chain, pairwise
 from typing import TYPE_CHECKING
 
+import numpy as np
+
 from minisgl.core.errors import InvariantError
-from minisgl.core.layout import Flag
+from minisgl.core.layout import STATE, Flag
 from minisgl.scheduler.req import Status
 from minisgl.scheduler.writes import decode_flags
 
 if TYPE_CHECKING:
-    from minisgl.core.layout import Records
     from minisgl.scheduler.drafts import Drafts
     from minisgl.scheduler.parts import SchedulerParts
     from minisgl.scheduler.req import Req
@@ -65,7 +67,7 @@ def _check_pages(scheduler: SchedulerParts) -> None:
 
 
 def _check_bounded(scheduler: SchedulerParts) -> None:
-    """Each id of a window page or slot is free, one row's or one snapshot's; rows and snapshots have all they need."""
+    """Ids of window pages and slots are free or held, and shared as counted; rows and snapshots have all they need."""
     rows, bounded = scheduler.rows, scheduler.cache.bounded
     held = [req for req in scheduler.live.values() if req.table_idx is not None]
     for pool in () if bounded is None else bounded.pools:
@@ -74,9 +76,13 @@ def _check_bounded(scheduler: SchedulerParts) -> None:
         owners = {*bounded.snapshots.of.values(), *(snapshot for req in held for _, snapshot in req.captures)}
         if pool.rows.keys() != {req.row for req in held} or pool.snapshots.keys() != owners:
             raise InvariantError(f"ids of group {pool.group} belong to rows or snapshots that are gone")
-        ids = [*pool.free, *chain(*(of.values() for of in (*pool.rows.values(), *pool.snapshots.values())))]
-        if len({*ids}) != len(ids) or len(ids) != pool.num_used + len(pool.free) or pool.excess > pool.reserve:
-            raise InvariantError(f"ids of group {pool.group} are lost, held twice, or held in excess")
+        kept = Counter(chain(*(ids.values() for ids in pool.snapshots.values())))
+        holders = kept + Counter(chain(*(ids.values() for ids in pool.rows.values())))
+        if holders.keys() & pool.free.keys() or len(holders) != pool.num_used or pool.excess > pool.reserve:
+            raise InvariantError(f"ids of group {pool.group} are lost, free and held, or held in excess")
+        others = {i: count - 1 for i, count in holders.items() if count > 1}
+        if kept != pool.kept or others != pool.others or (others and not pool.is_shared):
+            raise InvariantError(f"ids of group {pool.group} are shared otherwise than counted: {others}")
         for node, snapshot in bounded.snapshots.of.items():
             length = node.depth * rows.page_size
             if [*pool.snapshots[snapshot]] != [*pool.span(length, length)]:
@@ -86,18 +92,14 @@ def _check_bounded(scheduler: SchedulerParts) -> None:
             needed = pool.span(int(bounded.computed_len[req.row]), int(rows.cached_len[req.row]))
             if not {*needed} <= own.keys() or min(own, default=needed.start) < needed.start:
                 raise InvariantError(f"{req} needs {needed} of group {pool.group} and has {own}")
+            if any(own[i] in others for i in own if i * pool.page_size >= rows.cached_len[req.row]):
+                raise InvariantError(f"{req} will write ids of group {pool.group} that others share: {own}")
         for plan in (step.plan for step in scheduler.launched):
-            restored, starts = _ids(plan.restores, pool.group, "source"), dict(plan.slots[["row", "start"]].tolist())
-            written = _ids(plan.restores, pool.group, "target") | _ids(plan.captures, pool.group, "target")
-            if not restored <= cached - written - _ids(plan.page_writes, pool.group, "page"):
-                raise InvariantError(f"step {plan.step} restores ids that it writes, or of no snapshot: {restored}")
+            copies, starts = np.concatenate([plan.restores, plan.captures]), dict(plan.slots[["row", "start"]].tolist())
+            if pool.group == STATE and not {*plan.restores["source"].tolist()} <= cached - {*copies["target"].tolist()}:
+                raise InvariantError(f"step {plan.step} restores ids that it writes, or of no snapshot: {copies}")
             if any(starts.get(row, length) != length for *_, row, length in plan.restores.tolist()):
                 raise InvariantError(f"step {plan.step} restores {plan.restores}, and computes {plan.slots}")
-
-
-def _ids(records: Records, group: int, name: str) -> set[int]:
-    """Return the ids of `group` in one field of a plan's records."""
-    return {*records[name][records["group"] == group].tolist()}
 
 
 def _check_rows(scheduler: SchedulerParts) -> None:

@@ -231,9 +231,10 @@ class PrefillManager:
         # Alone, a request needs no margin: `Admission` has checked that the pool can hold it to its end.
         margin = cache.pages_for(reserved + self.growth.tokens(req)) if reserved else 0
         needs = {FULL: need} | ({} if cache.bounded is None else cache.bounded.row_needs)
-        if need + margin > cache.available or not cache.make_room(needs):
+        if need + margin > cache.available or not cache.make_room(needs, handle=req.cache_handle):
             cache.detach(req)
-            return False
+            # Alone, a request fits, though not always beside its snapshot.
+            return self.rows.available == self.rows.num_rows and cache.forget_match(req) and self._admit(req, reserved)
         own = cache.pages.allocate(need)
         self.rows.allocate(req, len(shared) * cache.page_size)
         req.pages = shared + own

@@ -22,6 +22,7 @@ from minisgl.engine.engine import Engine
 from minisgl.engine.resolve import resolve
 from minisgl.engine.runner import MIXERS
 from minisgl.kvcache import tree
+from minisgl.kvcache.snapshots import IdPool
 from minisgl.kvcache.store import StateStore
 from minisgl.models.weight import MODELS
 from minisgl.scheduler.budget import LoadBudget, Pace
@@ -71,8 +72,8 @@ def make_requests(seed: int) -> Requests:
     return requests
 
 
-def give_poisoned(store: StateStore, group: int, release: Callable[[list[int]], None], ids: list[int]) -> None:
-    store.poison(ids, group)
+def give_poisoned(store: StateStore, pool: IdPool, release: Callable[[list[int]], None], ids: list[int]) -> None:
+    store.poison([i for i in ids if i not in pool.others], pool.group)
     release(ids)
 
 
@@ -102,7 +103,7 @@ def run(
     scheduler = Scheduler(config, engine, io, Grammars(FakeCompiler(VOCAB), compiling))
     scheduler.cache.on_free = engine.parts.store.poison
     for pool in [] if scheduler.cache.bounded is None else scheduler.cache.bounded.pools:
-        pool.release = partial(give_poisoned, engine.parts.store, pool.group, pool.release)
+        pool.release = partial(give_poisoned, engine.parts.store, pool, pool.release)
     outputs: dict[int, list[int]] = {uid: [] for uid in range(len(requests))}
     endings: dict[int, FinishReason] = {}
     todo = list(enumerate(requests))

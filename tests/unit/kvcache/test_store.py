@@ -70,20 +70,18 @@ def tensors(state: LayerState) -> list[torch.Tensor]:
     return [pages.data, pages.scale] if isinstance(pages, QuantizedPages) else [pages]
 
 
-def test_copies_are_of_whole_pages_of_a_group() -> None:
+def test_copies_are_of_whole_slots() -> None:
     store = StateStore(4, torch.float32, torch.device("cpu"))
-    states = [LayerState(Paged("kv", (2, 2, 8), group)) for group in (FULL, WINDOW, WINDOW, WINDOW)]
-    store.add(states)
+    specs = Paged("kv", (2, 2, 8)), *(PerRow(f"state {i}", (2, 8, 8)) for i in range(3))
+    store.add([LayerState(spec) for spec in specs])
     store.allocate(12)
     store.memory.random_(0, 64)
-    before = store.memory.clone()
-    source, target = (np.array(x, np.int32) for x in ([1, 2, 3, 4], [8, 7, 6, 5]))
-    store.copy(WINDOW, source, target)
-    assert torch.equal(store.rows(WINDOW)[target], store.rows(WINDOW)[source])
-    store.memory.view(torch.int64).view(-1, store.strides[WINDOW] // 8)[target] = before.view(torch.int64).view(
-        -1, store.strides[WINDOW] // 8
-    )[target]
-    assert torch.equal(store.memory, before)
+    before = store.rows(STATE).clone()
+    source, target = (np.array(x, np.int32) for x in ([1, 2, 3, 1], [8, 7, 6, 9]))
+    store.copy(source, target)
+    assert torch.equal(store.rows(STATE)[target], before[source])
+    before[target] = before[source]
+    assert torch.equal(store.rows(STATE), before)
 
 
 @pytest.mark.parametrize(

@@ -151,7 +151,7 @@ def test_without_a_prefix_cache_nothing_is_kept(kinds: list[Bounded]) -> None:
 # -- mistakes are noticed
 
 
-def drop_any(self: Snapshots, collected: int, reason: Reason) -> object:
+def drop_any(self: Snapshots, collected: int, reason: Reason, but: object = None) -> object:
     return next(iter(self.of), None)
 
 
@@ -174,21 +174,39 @@ def place_shifted(self: BoundedState, req: Req, finite: int, *, is_leaving: bool
 def forget_restores(self: BoundedState, req: Req, waiting: Iterable[Req]) -> None:
     original_open(self, req, waiting)
     self._rows.writes.restores.clear()
+    self._rows.writes.bounded.clear()
+
+
+def forget_sharers(self: IdPool, ids: dict[int, int]) -> tuple[dict[int, int], list[tuple[int, int]]]:
+    return (ids.copy(), []) if self.is_shared else original_repeat(self, ids)
+
+
+def share_states(self: IdPool, ids: dict[int, int]) -> tuple[dict[int, int], list[tuple[int, int]]]:
+    self.others.update(ids.values())
+    return ids.copy(), []
 
 
 original_span, original_pop, original_open = IdPool.span, BoundedState.pop_captures, BoundedState.open
+original_repeat = IdPool._repeat
 MISTAKES = {
     "a snapshot is dropped that a step in flight restores": (Snapshots, "oldest", drop_any),
     "window pages are freed that a step in flight reads": (IdPool, "span", free_early),
     "a snapshot lacks the first page of its window": (IdPool, "span", copy_less),
     "a snapshot is taken for one of a shorter text": (BoundedState, "pop_captures", place_shifted),
     "a row begins without its snapshot": (BoundedState, "open", forget_restores),
+    "window pages are freed that others share": (IdPool, "_repeat", forget_sharers),
+    "a state is shared": (IdPool, "_repeat", share_states),
 }
 
 
 @pytest.mark.parametrize(
     ("name", "bounded"),
-    [(name, kind) for name in MISTAKES for kind in ("window", "state") if kind == "window" or "window" not in name],
+    [
+        (name, kind)
+        for name in MISTAKES
+        for kind in ("window", "state")
+        if {"window": "state", "state": "window"}[kind] not in name
+    ],
 )
 def test_mistakes_are_noticed(name: str, bounded: str, monkeypatch: pytest.MonkeyPatch) -> None:
     owner, attribute, wrong = MISTAKES[name]
