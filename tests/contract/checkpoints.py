@@ -8,15 +8,46 @@ from typing import Any
 
 import torch
 from transformers import (
+    ArceeConfig,
     AutoModelForCausalLM,
+    Cohere2Config,
+    CohereConfig,
+    CwmConfig,
+    Dots1Config,
+    Ernie4_5_MoeConfig,
+    Ernie4_5Config,
+    Exaone4Config,
+    ExaoneMoeConfig,
+    FlexOlmoConfig,
     Gemma3TextConfig,
+    GemmaConfig,
+    Glm4Config,
+    Glm4MoeConfig,
+    GlmConfig,
+    GraniteConfig,
+    HeliumConfig,
+    HyperCLOVAXConfig,
+    Jais2Config,
     LlamaConfig,
+    MiniMaxM2Config,
+    MinistralConfig,
     MistralConfig,
     MixtralConfig,
+    NemotronConfig,
+    Olmo2Config,
+    Olmo3Config,
+    OlmoeConfig,
     Phi3Config,
+    PhiConfig,
     Qwen2Config,
+    Qwen2MoeConfig,
     Qwen3Config,
     Qwen3MoeConfig,
+    SeedOssConfig,
+    SmolLM3Config,
+    SolarOpenConfig,
+    StableLmConfig,
+    Starcoder2Config,
 )
 from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
 
@@ -34,6 +65,18 @@ GEMMA: dict[str, Any] = {
     "num_attention_heads": 4,
     "sliding_window_pattern": 3,
 }
+GROUPED_EXPERTS: dict[str, Any] = {
+    "n_routed_experts": 8,
+    "num_experts_per_tok": 3,
+    "moe_intermediate_size": 24,
+    "n_shared_experts": 2,
+    "n_group": 4,
+    "topk_group": 2,
+    "routed_scaling_factor": 1.7,
+    "norm_topk_prob": True,
+    "first_k_dense_replace": 1,
+}
+LAYER_TYPES = ["sliding_attention", "full_attention", "sliding_attention"]
 LLAMA3_ROPE = {
     "rope_type": "llama3",
     "rope_theta": 10000.0,
@@ -134,6 +177,112 @@ def configurations() -> dict[str, Any]:
                 "sliding_attention": {"rope_type": "default", "rope_theta": 3000.0},
             },
         ),
+        "gemma": GemmaConfig(**COMMON, num_attention_heads=4, num_key_value_heads=1, head_dim=32),
+        "ministral": MinistralConfig(**COMMON, **gqa, head_dim=16, sliding_window=21, layer_types=LAYER_TYPES),
+        "smollm3": SmolLM3Config(**COMMON, **gqa, pad_token_id=0, no_rope_layer_interval=2),
+        "smollm3-listed": SmolLM3Config(
+            **COMMON, **gqa, pad_token_id=0, no_rope_layers=[0, 1, 1], attention_bias=True, mlp_bias=True
+        ),
+        "seed-oss": SeedOssConfig(**COMMON, **gqa, head_dim=32, attention_out_bias=True),
+        "cwm": CwmConfig(**COMMON, **gqa, head_dim=16, sliding_window=19, rope_parameters=LLAMA3_ROPE),
+        "arcee": ArceeConfig(**COMMON, **gqa, head_dim=16, rope_parameters=YARN_ROPE),
+        "granite": GraniteConfig(
+            **COMMON,
+            **gqa,
+            embedding_multiplier=12.0,
+            residual_multiplier=0.22,
+            attention_multiplier=0.2,
+            logits_scaling=8.0,
+            tie_word_embeddings=True,
+        ),
+        "hyperclovax": HyperCLOVAXConfig(
+            **COMMON,
+            **gqa,
+            embedding_multiplier=10.0,
+            residual_multiplier=0.3,
+            attention_multiplier=0.2,
+            logits_scaling=0.125,
+        ),
+        "glm": GlmConfig(**COMMON, **gqa, head_dim=48, pad_token_id=0),
+        "glm4": Glm4Config(**COMMON, **gqa, head_dim=32, pad_token_id=0, attention_bias=False),
+        "helium": HeliumConfig(**COMMON, **gqa, head_dim=16, pad_token_id=0),
+        "ernie4.5": Ernie4_5Config(**COMMON, **gqa, head_dim=32),
+        "ernie4.5-biases": Ernie4_5Config(**COMMON, **gqa, head_dim=16, use_bias=True, tie_word_embeddings=False),
+        "cohere": CohereConfig(**COMMON, **gqa, pad_token_id=0),
+        "cohere2": Cohere2Config(**COMMON, **gqa, pad_token_id=0, sliding_window=18, layer_types=LAYER_TYPES),
+        "olmo2": Olmo2Config(**COMMON, **gqa, pad_token_id=0),
+        "olmo3": Olmo3Config(
+            **COMMON,
+            **gqa,
+            pad_token_id=0,
+            sliding_window=18,
+            layer_types=LAYER_TYPES,
+            rope_parameters={
+                "full_attention": YARN_ROPE,
+                "sliding_attention": {"rope_type": "default", "rope_theta": 3000.0},
+            },
+        ),
+        "exaone4": Exaone4Config(**COMMON, **gqa, sliding_window=18, layer_types=LAYER_TYPES),
+        "exaone4-full": Exaone4Config(
+            **COMMON, **gqa, sliding_window=None, layer_types=["full_attention"] * 3, rope_parameters=LLAMA3_ROPE
+        ),
+        "stablelm": StableLmConfig(**COMMON, **gqa, use_qkv_bias=True),
+        "starcoder2": Starcoder2Config(**COMMON, **gqa, sliding_window=31),
+        "nemotron": NemotronConfig(**COMMON, **gqa, head_dim=24, mlp_bias=True, pad_token_id=0),
+        "jais2": Jais2Config(**COMMON, **gqa, head_dim=16),
+        "phi": PhiConfig(**COMMON, **gqa, tie_word_embeddings=False),
+        "qwen2-moe": Qwen2MoeConfig(
+            **COMMON,
+            **gqa,
+            num_experts=6,
+            num_experts_per_tok=3,
+            moe_intermediate_size=24,
+            shared_expert_intermediate_size=40,
+            decoder_sparse_step=2,
+        ),
+        "olmoe": OlmoeConfig(**COMMON, **gqa, num_experts=6, num_experts_per_tok=2, pad_token_id=0),
+        "flex-olmo": FlexOlmoConfig(**COMMON, **gqa, num_experts=5, num_experts_per_tok=2, pad_token_id=0),
+        "glm4-moe": Glm4MoeConfig(**COMMON, **gqa, **GROUPED_EXPERTS, use_qk_norm=True, head_dim=32),
+        "glm4-moe-not-normalised": Glm4MoeConfig(
+            **COMMON | {"num_hidden_layers": 4},
+            **gqa,
+            **GROUPED_EXPERTS | {"norm_topk_prob": False, "first_k_dense_replace": 2},
+            attention_bias=True,
+        ),
+        "solar-open": SolarOpenConfig(**COMMON, **gqa, **GROUPED_EXPERTS, head_dim=16, pad_token_id=0),
+        "dots1": Dots1Config(
+            **COMMON, **gqa, **GROUPED_EXPERTS, sliding_window=20, max_window_layers=2, head_dim=16, pad_token_id=0
+        ),
+        "exaone-moe": ExaoneMoeConfig(
+            **COMMON,
+            **gqa,
+            num_experts=8,
+            num_experts_per_tok=3,
+            moe_intermediate_size=24,
+            n_group=4,
+            topk_group=2,
+            sliding_window=18,
+            layer_types=LAYER_TYPES,
+            mlp_layer_types=["dense", "sparse", "sparse"],
+            pad_token_id=0,
+        ),
+        "minimax-m2": MiniMaxM2Config(
+            **COMMON,
+            **gqa,
+            head_dim=32,
+            num_local_experts=7,
+            num_experts_per_tok=3,
+            rope_parameters={"rope_type": "default", "rope_theta": 3e4, "partial_rotary_factor": 0.5},
+        ),
+        "ernie4.5-moe": Ernie4_5_MoeConfig(
+            **COMMON,
+            **gqa,
+            moe_num_experts=6,
+            moe_k=3,
+            moe_intermediate_size=24,
+            moe_num_shared_experts=2,
+            moe_layer_end_index=1,
+        ),
     }
 
 
@@ -159,7 +308,7 @@ def save(folder: Path, config: Any, dtype: torch.dtype = torch.float32, **option
     torch.manual_seed(0)
     model = AutoModelForCausalLM.from_config(config, dtype=torch.float32, attn_implementation="eager")
     with torch.no_grad():
-        for name, parameter in model.named_parameters():
+        for name, parameter in [*model.named_parameters(), *model.named_buffers()]:
             if name.endswith("bias") or "norm" in name:
                 parameter.add_(torch.randn_like(parameter) * 0.2)
     model = model.to(dtype).eval()

@@ -13,7 +13,7 @@ from minisgl.core.plan import Batch, Context
 from minisgl.core.specs import PerRow
 from minisgl.layers.builder import Builder
 from minisgl.layers.linear import RMSNorm, Stream
-from minisgl.models.llama import LlamaDecoderLayer, LlamaForCausalLM, LlamaModel
+from minisgl.models.llama import DecoderLayer
 from minisgl.models.model_config import ModelConfig
 
 
@@ -78,17 +78,17 @@ class Recurrence:
 class ToyConfig(ModelConfig):
     @classmethod
     def of(cls, config: ModelConfig) -> ToyConfig:
-        return cls(**{f.name: getattr(config, f.name) for f in fields(config)} | {"architecture": "Toy"})
+        return cls(**{f.name: getattr(config, f.name) for f in fields(config)})
 
     def mixer(self, layer: int, info: Any) -> Any:
         return super().mixer(layer, info) if layer else Decay(self.hidden_size)
 
 
-class ToyForCausalLM(LlamaForCausalLM):
-    def _decoder(self, builder: Builder, config: ModelConfig) -> LlamaModel:
-        decoder = super()._decoder(builder, config)
-        first = decoder.layers[0]
-        assert isinstance(first, LlamaDecoderLayer)
-        del builder.states[0]
-        first.self_attn = Recurrence(builder, config.mixer(0, builder.info))  # type: ignore[assignment]
-        return decoder
+class ToyLayer(DecoderLayer):
+    """The first layer of a model has a recurrence."""
+
+    def __init__(self, builder: Builder, config: ModelConfig, index: int, cos_sin: Tensor) -> None:
+        super().__init__(builder, config, index, cos_sin)
+        if index == 0:
+            del builder.states[0]
+            self.self_attn = Recurrence(builder, config.mixer(0, builder.info))  # type: ignore[assignment]

@@ -44,12 +44,31 @@ class Source:
 
 @dataclass(frozen=True, slots=True)
 class Parameter:
-    """A tensor on the device, and the checkpoint tensors that fill it; `offset` is added to their values."""
+    """A tensor on the device, and the checkpoint tensors that fill it.
+
+    Once filled, its rows are put in an `order` (row order[i] in place i), `offset` is added to its values, and they are
+    multiplied by `scale`.
+    """
 
     tensor: Tensor | Quantized
     sources: tuple[Source, ...]
     init: Init
     offset: float = 0.0
+    scale: float = 1.0
+    order: Sequence[int] | None = None
+
+    def finish(self) -> bool:
+        """Do what is done once all sources are in the tensor; return false if its rows cannot change places."""
+        if isinstance(self.tensor, Quantized):
+            device = self.tensor.data.device
+            return self.order is None or self.tensor.reorder(torch.tensor(self.order, device=device))
+        if self.order is not None:
+            self.tensor.copy_(self.tensor[torch.tensor(self.order, device=self.tensor.device)])
+        if self.offset:
+            self.tensor.add_(self.offset)
+        if self.scale != 1.0:
+            self.tensor.mul_(self.scale)
+        return True
 
 
 @dataclass(frozen=True, slots=True)
@@ -118,24 +137,29 @@ class Builder:
         init: Init = Init.NORMAL,
         dtype: torch.dtype | None = None,
         offset: float = 0.0,
+        scale: float = 1.0,
+        order: Sequence[int] | None = None,
     ) -> Tensor:
         """Create an uninitialised weight [sum of parts, *shape]. `parts` maps checkpoint names to rows, in order.
 
-        The weight has this rank's shard of each dimension. `dtype` defaults to the model's. `offset` is added to the
-        checkpoint's values.
+        The weight has this rank's shard of each dimension. `dtype` defaults to the model's. `offset`, `scale` and
+        `order` are as in `Parameter`.
         """
         columns = [_whole(size) for size in shape]
         sources, rows = _sources(parts, columns)
         tensor = torch.empty(rows, *(d.count for d in columns), dtype=dtype or self.dtype, device=self.device)
-        self.parameters.append(Parameter(tensor, sources, init, offset))
+        self.parameters.append(Parameter(tensor, sources, init, offset, scale, order))
         return tensor
 
-    def matrix(self, parts: Mapping[str, Rows], in_features: Size) -> Tensor | Quantized:
+    def matrix(
+        self, parts: Mapping[str, Rows], in_features: Size, order: Sequence[int] | None = None
+    ) -> Tensor | Quantized:
         """Create a weight [sum of parts, in_features] of a GEMM, quantized if `format_of` has a format for all parts.
 
-        It is not quantized in MXFP4, or if this rank's shard does not consist of whole groups of a scale.
+        It is not quantized in MXFP4, or if this rank's shard does not consist of whole groups of a scale. `order` is as
+        in `Parameter`.
         """
-        return self._matrix(parts, in_features, lambda kind: kind.name != "mxfp4")
+        return self._matrix(parts, in_features, lambda kind: kind.name != "mxfp4", order)
 
     def experts(self, parts: Mapping[str, Rows], in_features: Size, count: int) -> Tensor | Quantized:
         """Create a weight [count, N, in_features] of experts with equally many parts, as `matrix` does.
@@ -157,16 +181,20 @@ class Builder:
         return self.mixers.index(spec)
 
     def _matrix(
-        self, parts: Mapping[str, Rows], in_features: Size, supports_format: Callable[[Format], bool]
+        self,
+        parts: Mapping[str, Rows],
+        in_features: Size,
+        supports_format: Callable[[Format], bool],
+        order: Sequence[int] | None = None,
     ) -> Tensor | Quantized:
         columns = _whole(in_features)
         sources, rows = _sources(parts, [columns])
         kinds = {self.format_of(name) for name in parts}
         kind = kinds.pop() if len(kinds) == 1 else None
         if kind is None or not supports_format(kind) or rows % 16 or not all(_fits(kind, s) for s in sources):
-            return self.parameter(parts, in_features)
+            return self.parameter(parts, in_features, order=order)
         weight = kind.empty(rows, columns.count, self.device)
-        self.parameters.append(Parameter(weight, sources, Init.NORMAL))
+        self.parameters.append(Parameter(weight, sources, Init.NORMAL, order=order))
         return weight
 
 

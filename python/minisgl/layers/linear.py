@@ -5,11 +5,12 @@ A method of a layer communicates with the other ranks if and only if its name sa
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from typing import TYPE_CHECKING, NamedTuple
 
 import torch
 from torch import Tensor
+from torch.nn import functional as F
 
 from minisgl.layers.builder import Init, Shard
 from minisgl.ops.deferred import Result, finished
@@ -40,12 +41,28 @@ class Stream(NamedTuple):
 class RMSNorm:
     """RMSNorm with weight [size]. `name` is the checkpoint's module name.
 
-    An `offset` is added to the checkpoint's weight. Norms with an offset are computed in float32.
+    An `offset` is added to the checkpoint's weight, and a `scale` multiplies it; with either, the norm is computed in
+    float32. `order` is as in `Parameter`.
     """
 
-    def __init__(self, builder: Builder, name: str, size: int, eps: float, offset: float = 0.0) -> None:
-        dtype = torch.float32 if offset else builder.dtype
-        self.weight = builder.parameter({f"{name}.weight": size}, init=Init.ONES, dtype=dtype, offset=offset)
+    def __init__(
+        self,
+        builder: Builder,
+        name: str,
+        size: int,
+        eps: float,
+        offset: float = 0.0,
+        scale: float = 1.0,
+        order: Sequence[int] | None = None,
+    ) -> None:
+        self.weight = builder.parameter(
+            {f"{name}.weight": size},
+            init=Init.ONES,
+            dtype=torch.float32 if offset or scale != 1.0 else builder.dtype,
+            offset=offset,
+            scale=scale,
+            order=order,
+        )
         self.eps = eps
         self._rms_norm, self._add_rms_norm = builder.ops.rms_norm, builder.ops.add_rms_norm
         self._comm = builder.comm
@@ -62,12 +79,75 @@ class RMSNorm:
         return self._comm.sum_add_norm(x, residual, self.weight, self.eps, self._add_rms_norm)
 
 
+class LayerNorm:
+    """LayerNorm (arXiv:1607.06450) with weight [size] and, if it `has_bias`, bias [size]; else as `RMSNorm`."""
+
+    def __init__(
+        self,
+        builder: Builder,
+        name: str,
+        size: int,
+        eps: float,
+        offset: float = 0.0,
+        scale: float = 1.0,
+        *,
+        has_bias: bool,
+    ) -> None:
+        weight, bias = f"{name}.weight", f"{name}.bias"
+        self.weight = builder.parameter({weight: size}, init=Init.ONES, offset=offset, scale=scale)
+        self.bias = builder.parameter({bias: size}, scale=scale) if has_bias else None
+        self.eps = eps
+        self._sum = builder.comm.sum
+
+    def forward(self, x: Tensor, residual: Tensor | None = None) -> Tensor:
+        """Return norm(x) [..., size], plus the residual if there is one."""
+        normed = F.layer_norm(x, x.shape[-1:], self.weight, self.bias, self.eps)
+        return normed if residual is None else residual + normed
+
+    def sum_add(self, stream: Stream) -> tuple[Tensor, Tensor]:
+        """Return what `RMSNorm.sum_add` does."""
+        x, residual = finished(stream.x), finished(stream.residual)
+        total = x if residual is None else residual.add_(self._sum(x))
+        return self.forward(total), total
+
+
+Norm = RMSNorm | LayerNorm
+
+
+class HeadsNorm:
+    """RMSNorm of q and of k over all heads of all ranks, with weights of this rank's heads.
+
+    `modules` are the checkpoint's names, `q` and `kv` this rank's elements of both.
+    """
+
+    def __init__(
+        self, builder: Builder, modules: tuple[str, str], q: Shard, kv: Shard, eps: float, order: Sequence[int]
+    ) -> None:
+        self._ends, self._eps, self._sum = (q.count, q.count + kv.count), eps, builder.comm.sum
+        parts = {f"{modules[0]}.weight": q, f"{modules[1]}.weight": kv}
+        self.weight = builder.parameter(parts, init=Init.ONES, dtype=torch.float32, order=order)
+        self._is_alone = builder.info.size == 1
+        # Ranks that have the same KV heads count them once.
+        shares = 1.0, kv.size / (kv.count * builder.info.size)
+        self._factors = torch.tensor([s / d.size for s, d in zip(shares, (q, kv), strict=True)], device=builder.device)
+
+    def sum_(self, qkv: Tensor) -> None:
+        """Normalise q and k within qkv [T, (Hq + 2 Hk) D]."""
+        q, k, _ = qkv.tensor_split(self._ends, dim=1)
+        squares = torch.stack([q.float().square().sum(1), k.float().square().sum(1)], 1) * self._factors
+        means = squares if self._is_alone else self._sum(squares)
+        scales = torch.rsqrt(means + self._eps)
+        first = self._ends[0]
+        q.copy_(q.float() * scales[:, :1] * self.weight[:first])
+        k.copy_(k.float() * scales[:, 1:] * self.weight[first:])
+
+
 class Linear:
     """A projection x W^T + b, with weight [sum of parts, in_features] and bias [sum of parts] or None.
 
     `parts` maps the checkpoint's module names to output features: one for a plain projection; q, k, v; gate and up.
     If outputs are sharded, the result is a shard. If inputs are sharded, it is a partial sum, to which rank 0 adds the
-    bias. `tied` is another layer's weight, used instead of an own one.
+    bias. `tied` is another layer's weight, used instead of an own one. `order` is as in `Parameter`.
     """
 
     def __init__(
@@ -78,28 +158,33 @@ class Linear:
         *,
         bias: bool,
         tied: Tensor | Quantized | None = None,
+        order: Sequence[int] | None = None,
     ) -> None:
         if tied is None:
-            tied = builder.matrix({f"{name}.weight": rows for name, rows in parts.items()}, in_features)
+            tied = builder.matrix({f"{name}.weight": rows for name, rows in parts.items()}, in_features, order)
         self.weight = tied
-        self.bias = builder.parameter({f"{name}.bias": rows for name, rows in parts.items()}) if bias else None
+        biases = {f"{name}.bias": rows for name, rows in parts.items()}
+        self.bias = builder.parameter(biases, order=order) if bias else None
         if isinstance(in_features, Shard) and builder.info.rank != 0:
             self.bias = None
         self._linear = builder.ops.linear
         self._add_norm_linear = builder.ops.add_norm_linear
         self._is_alone = builder.info.size == 1
 
-    def forward(self, x: Result) -> Result:
-        """Project x [T, in_features] -> [T, sum of parts]."""
-        return self._linear(x, self.weight, self.bias)
+    def forward(self, x: Result, gate: str = "") -> Result:
+        """Project x [T, in_features] -> [T, sum of parts]; `gate` is as in `after_sum_norm`."""
+        return self._linear(x, self.weight, self.bias, gate)
 
-    def after_sum_norm(self, stream: Stream, norm: RMSNorm, gate: str = "") -> tuple[Result, Result]:
+    def after_sum_norm(self, stream: Stream, norm: Norm | None, gate: str = "") -> tuple[Result, Result]:
         """Return (projection of norm(total), total) for the hidden states `total`; may overwrite the stream.
 
-        With a `gate` of `reference.GATES`, the projection is gate and up, and the activation follows.
+        With a `gate` of `reference.GATES`, the projection is gate and up, and the activation follows. Without a norm,
+        the stream has no residual.
         """
         x, residual = stream
-        if self._is_alone or residual is None:
+        if norm is None:
+            return self.forward(x, gate), x
+        if isinstance(norm, RMSNorm) and (self._is_alone or residual is None):
             return self._add_norm_linear(x, residual, norm.weight, norm.eps, self.weight, self.bias, gate)
         normed, total = norm.sum_add(stream)  # one kernel can do all of it
         return self._linear(normed, self.weight, self.bias, gate), total

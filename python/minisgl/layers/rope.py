@@ -5,12 +5,16 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Final
 
+# Of layers without RoPE there is a type more, "none".
 ROPE_TYPES: Final = ("default", "linear", "llama3", "yarn", "longrope", "dynamic")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RopeConfig:
-    """The parameters of a rotary embedding. Each `type` of ROPE_TYPES reads the fields that it needs."""
+    """The parameters of a rotary embedding. Each `type` of ROPE_TYPES reads the fields that it needs.
+
+    It rotates the first `dim` elements of a head; None means all.
+    """
 
     theta: float = 10000.0
     type: str = "default"
@@ -23,3 +27,7 @@ class RopeConfig:
     truncate: bool = True
     short_factors: tuple[float, ...] = ()
     attention_factor: float = 1.0
+    dim: int | None = None
+
+
+NO_ROPE: Final = RopeConfig(type="none")

@@ -11,7 +11,7 @@ from minisgl.layers.rope import RopeConfig
 
 
 def inverse_frequencies(rope: RopeConfig, head_dim: int) -> Tensor:
-    """Return radians per position [head_dim / 2] float32: theta^(-2i / head_dim), then scaled.
+    """Return radians per position [n / 2] float32: theta^(-2i / n), then scaled, where n elements of a head rotate.
 
     - linear (position interpolation, arXiv:2306.15595) divides all frequencies by `factor`.
     - llama3 (Llama 3.1's model card) divides frequencies with wavelengths above original / low_freq_factor, keeps those
@@ -21,6 +21,7 @@ def inverse_frequencies(rope: RopeConfig, head_dim: int) -> Tensor:
     - longrope (arXiv:2402.13753) divides frequency i by short_factors[i]; the context ends at the original length.
     - dynamic (NTK-aware) changes theta only beyond max_position_embeddings, where no sequence gets here.
     """
+    head_dim = rope.dim or head_dim
     exponents = torch.arange(0, head_dim, 2, dtype=torch.int64).float() / head_dim
     powers = rope.theta**exponents
     inverse = 1.0 / powers
@@ -58,7 +59,25 @@ def _yarn_range(rope: RopeConfig, head_dim: int) -> tuple[float, float]:
 def cos_sin_table(rope: RopeConfig, head_dim: int, max_positions: int, device: torch.device) -> Tensor:
     """Return [max_positions, head_dim] float32: the cosines of the head_dim / 2 angles, then their sines.
 
-    Both are multiplied by `attention_factor`, which applies yarn's softmax temperature at no cost per step.
+    Those of rotated elements are multiplied by `attention_factor`, which applies yarn's softmax temperature at no cost
+    per step. Elements that are not rotated have the angle 0; `head_order` says where they are.
     """
-    angles = torch.outer(torch.arange(max_positions).float(), inverse_frequencies(rope, head_dim))
-    return (torch.cat([angles.cos(), angles.sin()], dim=-1) * rope.attention_factor).to(device)
+    table = torch.zeros(max_positions, 2, head_dim // 2)
+    table[:, 0] = 1.0
+    if rope.type != "none":
+        angles = torch.outer(torch.arange(max_positions).float(), inverse_frequencies(rope, head_dim))
+        table[:, :, : angles.shape[1]] = torch.stack([angles.cos(), angles.sin()], 1) * rope.attention_factor
+    return table.flatten(1).to(device)
+
+
+def head_order(head_dim: int, rotary_dim: int, *, is_interleaved: bool) -> list[int]:
+    """Return the elements of a head in the order in which the halves [head_dim / 2] of all of it may rotate.
+
+    Scores do not depend on the order of elements in q and k, so a checkpoint whose heads rotate a part, or adjacent
+    elements (`is_interleaved`), is loaded in this order. Then one kernel does for all.
+    """
+    half, rest = rotary_dim // 2, range(rotary_dim, head_dim)
+    step = 2 if is_interleaved else 1
+    first, second = range(0, half * step, step), range(1 if is_interleaved else half, rotary_dim, step)
+    kept = head_dim // 2 - half
+    return [*first, *rest[:kept], *second, *rest[kept:]]

@@ -1,13 +1,12 @@
-"""The supported architectures: for each, a decoder class and the differences from Llama."""
+"""The supported architectures: for each, the differences from Llama."""
 
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from types import MappingProxyType
 from typing import Any, Final
 
-LLAMA: Final = "minisgl.models.llama:LlamaForCausalLM"
 WINDOW: Final = {"sliding_window": 4096}
 SIZES: Final = (
     "vocab_size",
@@ -20,65 +19,160 @@ SIZES: Final = (
 )
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True, slots=True, kw_only=True)
 class ExpertFlags:
-    """The names of experts in an architecture's checkpoints and configuration.
+    """The mixture of experts of an architecture: names in its checkpoints and configuration, and how tokens choose.
 
-    `module` is the checkpoint's name of the block of experts in a layer. `parts` are the names of an expert's gate, up
-    and down projections. `size_key` is the field of config.json for an expert's intermediate size. Without
-    `has_options`, all layers have experts, and the probabilities of the selected experts are normalised.
+    module        the block of experts in a layer
+    parts         an expert's gate, up and down projections
+    count_keys    fields of config.json for the number of experts
+    top_k_key     the field for the number of experts of a token
+    size_key      the field for an expert's intermediate size
+    normalises    whether the weights of a token's experts are divided by their sum, or the field that says so
+    dense         which layers have a dense MLP instead (`models/positions.py: DENSE`); None: no layer
+    scoring       "softmax" or "sigmoid" of the router's logits
+    bias          the tensor in the block that is added to scores before the choice, but not to weights; "" for none
+    bias_rows     the number of rows of this tensor; None if it is a vector
+    has_groups    experts are in `n_group` groups, of which a token may choose from `topk_group`
+    scale_key     the field for a factor of the experts' sum
+    shared        an MLP in the block for all tokens, beside the experts; "" for none
+    shared_keys   the fields whose product is its intermediate size
+    shared_gate   the projection in the block whose sigmoid multiplies its output; "" for none
     """
 
-    module: str
-    parts: tuple[str, str, str]
-    size_key: str
-    has_options: bool
+    module: str = "mlp"
+    parts: tuple[str, str, str] = ("gate_proj", "up_proj", "down_proj")
+    count_keys: tuple[str, ...] = ("num_local_experts", "num_experts")
+    top_k_key: str = "num_experts_per_tok"
+    size_key: str = "moe_intermediate_size"
+    normalises: bool | str = "norm_topk_prob"
+    dense: str | None = None
+    scoring: str = "softmax"
+    bias: str = ""
+    bias_rows: int | None = None
+    has_groups: bool = False
+    scale_key: str = ""
+    shared: str = ""
+    shared_keys: tuple[str, ...] = ()
+    shared_gate: str = ""
+
+
+MIXTRAL: Final = ExpertFlags(
+    module="block_sparse_moe",
+    parts=("w1", "w3", "w2"),
+    count_keys=("num_local_experts",),
+    size_key="intermediate_size",
+    normalises=True,
+)
+# As in DeepSeek V3 (arXiv:2412.19437).
+GROUPED: Final = ExpertFlags(
+    count_keys=("n_routed_experts", "num_local_experts"),
+    dense="first",
+    scoring="sigmoid",
+    bias="gate.e_score_correction_bias",
+    has_groups=True,
+    scale_key="routed_scaling_factor",
+    shared="shared_experts",
+    shared_keys=("moe_intermediate_size", "n_shared_experts"),
+)
+
+Norms = tuple[str | None, str | None, str | None, str | None]
+"""The names of a layer's norms: before and after attention, before and after the MLP."""
+PRE: Final[Norms] = "input_layernorm", None, "post_attention_layernorm", None
+POST: Final[Norms] = None, "post_attention_layernorm", None, "post_feedforward_layernorm"
+SANDWICH: Final[Norms] = (
+    "input_layernorm",
+    "post_attention_layernorm",
+    "pre_feedforward_layernorm",
+    "post_feedforward_layernorm",
+)
+MULTIPLIERS: Final = frozenset({"embedding_multiplier", "residual_multiplier", "attention_multiplier"})
+SOFTCAPS: Final = frozenset({"attn_logit_softcapping", "final_logit_softcapping"})
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Family:
     """The differences of an architecture from Llama.
 
-    on_cpu_step          whether the C++ step supports this architecture; if not, a CPU runs it op by op
-    decoder              the decoder class
-    qkv_bias, o_bias     None: as `attention_bias` in config.json
-    qk_norm              RMSNorm over each head of q and k
-    has_mlp_bias_option  config.json may have `mlp_bias`
-    fused_projections    the checkpoint has `qkv_proj` and `gate_up_proj`, with q, k, v and gate, up stacked
+    norms                the norms of a layer
+    is_parallel          attention and MLP read the same norm, and both are added to the residual
+    norm                 "rms", or "layer" for LayerNorm, with a bias if `norm_bias`
+    norm_offset          is added to the weights of norms
+    eps_key              the field of config.json for the epsilon of norms
+    qkv_bias, o_bias, mlp_bias, head_bias
+                         whether projections have a bias, or the field of config.json that says so
+    qk_norm              RMSNorm of q and k: over each "head", or over "all" heads together; "" for none
+    qk_norm_key          the field of config.json that says whether there is this norm
+    is_gated             the MLP is down(f(gate(x)) * up(x)); else down(f(up(x)))
+    fused                of "qkv" and "gate_up", the projections that the checkpoint stacks in one tensor
+    names                our names of modules -> the checkpoint's
+    scales_embedding     the embedding is multiplied by sqrt(hidden_size)
+    options              of MULTIPLIERS and SOFTCAPS, the fields of config.json that count
+    logit_scale          the field of config.json for a multiplier of logits, and its exponent: 1 or -1
+    is_interleaved       RoPE rotates adjacent elements of a head instead of its halves
+    has_partial_rope     RoPE rotates the first `partial_rotary_factor` of a head
+    without_rope         which layers have no RoPE (`models/positions.py: WITHOUT_ROPE`)
     slides               which layers may have a window (`models/positions.py: SLIDES`); None: no layer
     has_window_switch    these layers have a window only if `use_sliding_window` is true
     activation_key       the field of config.json for the MLP's activation
+    refuses              fields of config.json that are supported only if they are null, false or absent
     text_types           the `model_type`s of multimodal models' text parts that are such a decoder
     text_defaults        transformers' defaults for fields that such a part may lack, besides `defaults`
     defaults             transformers' defaults for fields that config.json may lack
     """
 
-    on_cpu_step: bool
-    decoder: str = LLAMA
-    qkv_bias: bool | None = None
-    o_bias: bool | None = None
-    qk_norm: bool = False
-    has_mlp_bias_option: bool = False
-    fused_projections: bool = False
+    norms: Norms = PRE
+    is_parallel: bool = False
+    norm: str = "rms"
+    norm_bias: bool = False
+    norm_offset: float = 0.0
+    eps_key: str = "rms_norm_eps"
+    qkv_bias: bool | str = "attention_bias"
+    o_bias: bool | str = "attention_bias"
+    mlp_bias: bool | str = False
+    head_bias: bool = False
+    qk_norm: str = ""
+    qk_norm_key: str | None = None
+    is_gated: bool = True
+    fused: frozenset[str] = frozenset()
+    names: Mapping[str, str] = field(default_factory=dict)
+    scales_embedding: bool = False
+    options: frozenset[str] = frozenset()
+    logit_scale: tuple[str, int] | None = None
+    is_interleaved: bool = False
+    has_partial_rope: bool = False
+    without_rope: str | None = None
     experts: ExpertFlags | None = None
     slides: str | None = None
     has_window_switch: bool = False
     activation_key: str = "hidden_act"
+    refuses: tuple[str, ...] = ()
     text_types: tuple[str, ...] = ()
     text_defaults: Mapping[str, Any] = field(default_factory=dict)
     defaults: Mapping[str, Any] = field(default_factory=dict)
 
 
+GEMMA: Final[Mapping[str, Any]] = {
+    "head_dim": 256,
+    "hidden_activation": "gelu_pytorch_tanh",
+    "tie_word_embeddings": True,
+}
+GLM: Final[Mapping[str, Any]] = {
+    "rms_norm_eps": 1.5625e-07,
+    "attention_bias": True,
+    "head_dim": 128,
+    "partial_rotary_factor": 0.5,
+}
+COHERE: Final[Mapping[str, Any]] = {"layer_norm_eps": 1e-5, "logit_scale": 0.0625, "tie_word_embeddings": True}
+
 FAMILIES: Final[Mapping[str, Family]] = MappingProxyType(
     {
         "LlamaForCausalLM": Family(
-            on_cpu_step=True,
-            has_mlp_bias_option=True,
+            mlp_bias="mlp_bias",
             text_types=("llama",),
             text_defaults=dict(zip(SIZES, (32000, 4096, 11008, 32, 32, None, 2048), strict=True)),
         ),
         "MistralForCausalLM": Family(
-            on_cpu_step=True,
             qkv_bias=False,
             o_bias=False,
             slides="all",
@@ -86,8 +180,8 @@ FAMILIES: Final[Mapping[str, Family]] = MappingProxyType(
             text_defaults=dict(zip(SIZES, (32000, 4096, 14336, 32, 32, 8, 131072), strict=True)),
             defaults=WINDOW,
         ),
+        "MinistralForCausalLM": Family(qkv_bias=False, o_bias=False, slides="listed", defaults=WINDOW),
         "Qwen2ForCausalLM": Family(
-            on_cpu_step=True,
             qkv_bias=True,
             o_bias=False,
             slides="last",
@@ -96,58 +190,339 @@ FAMILIES: Final[Mapping[str, Family]] = MappingProxyType(
             defaults=WINDOW,
         ),
         "Qwen3ForCausalLM": Family(
-            on_cpu_step=True,
-            qk_norm=True,
+            qk_norm="head",
             slides="last",
             has_window_switch=True,
             text_types=("qwen3", "qwen3_vl_text"),
             defaults=WINDOW | {"head_dim": 128},
         ),
         "Phi3ForCausalLM": Family(
-            on_cpu_step=True,
             qkv_bias=False,
             o_bias=False,
-            fused_projections=True,
+            fused=frozenset({"qkv", "gate_up"}),
+            has_partial_rope=True,
             slides="all",
             text_types=("phi3",),
             defaults={"rms_norm_eps": 1e-5},
         ),
-        "Qwen3MoeForCausalLM": Family(
-            on_cpu_step=False,
-            qk_norm=True,
-            slides="all",
-            has_window_switch=True,
-            defaults=WINDOW,
-            experts=ExpertFlags(
-                "mlp", ("gate_proj", "up_proj", "down_proj"), "moe_intermediate_size", has_options=True
-            ),
+        "PhiForCausalLM": Family(
+            norms=("input_layernorm", None, None, None),
+            is_parallel=True,
+            norm="layer",
+            norm_bias=True,
+            eps_key="layer_norm_eps",
+            qkv_bias=True,
+            o_bias=True,
+            mlp_bias=True,
+            head_bias=True,
+            is_gated=False,
+            names={"o_proj": "dense", "up_proj": "fc1", "down_proj": "fc2", "norm": "final_layernorm"},
+            has_partial_rope=True,
+            refuses=("qk_layernorm",),
+            defaults={"layer_norm_eps": 1e-5, "hidden_act": "gelu_new", "partial_rotary_factor": 0.5},
         ),
-        "MixtralForCausalLM": Family(
-            on_cpu_step=False,
+        "SmolLM3ForCausalLM": Family(
+            mlp_bias="mlp_bias",
+            without_rope="listed",
+            has_window_switch=True,
+            defaults={"rope_theta": 2e6, "tie_word_embeddings": True, "no_rope_layer_interval": 4},
+        ),
+        "SeedOssForCausalLM": Family(o_bias="attention_out_bias", defaults={"attention_bias": True, "head_dim": 128}),
+        "CwmForCausalLM": Family(
             qkv_bias=False,
             o_bias=False,
-            experts=ExpertFlags("block_sparse_moe", ("w1", "w3", "w2"), "intermediate_size", has_options=False),
+            slides="not first of 4",
+            defaults={
+                "rms_norm_eps": 1e-5,
+                "head_dim": 128,
+                "sliding_window": 8192,
+                "rope_theta": 1e6,
+                "rope_scaling": {
+                    "rope_type": "llama3",
+                    "factor": 16.0,
+                    "low_freq_factor": 1.0,
+                    "high_freq_factor": 4.0,
+                    "original_max_position_embeddings": 8192,
+                },
+            },
+        ),
+        "ArceeForCausalLM": Family(
+            mlp_bias="mlp_bias", is_gated=False, defaults={"rms_norm_eps": 1e-5, "hidden_act": "relu2"}
+        ),
+        "GraniteForCausalLM": Family(
+            mlp_bias="mlp_bias",
+            options=MULTIPLIERS,
+            logit_scale=("logits_scaling", -1),
+            defaults={"attention_multiplier": 1.0},
+        ),
+        "HyperCLOVAXForCausalLM": Family(
+            norms=("input_layernorm", "post_norm1", "post_attention_layernorm", "post_norm2"),
+            mlp_bias="mlp_bias",
+            options=MULTIPLIERS,
+            logit_scale=("logits_scaling", 1),
+        ),
+        "GlmForCausalLM": Family(
+            o_bias=False,
+            fused=frozenset({"gate_up"}),
+            is_interleaved=True,
+            has_partial_rope=True,
+            defaults=GLM,
+        ),
+        "Glm4ForCausalLM": Family(
+            norms=("input_layernorm", "post_self_attn_layernorm", "post_attention_layernorm", "post_mlp_layernorm"),
+            o_bias=False,
+            fused=frozenset({"gate_up"}),
+            is_interleaved=True,
+            has_partial_rope=True,
+            defaults=GLM,
+        ),
+        "HeliumForCausalLM": Family(
+            o_bias=False, is_interleaved=True, defaults={"rms_norm_eps": 1e-8, "rope_theta": 1e5, "head_dim": 128}
+        ),
+        "Ernie4_5ForCausalLM": Family(
+            qkv_bias="use_bias",
+            o_bias="use_bias",
+            mlp_bias="use_bias",
+            is_interleaved=True,
+            defaults={"rms_norm_eps": 1e-5, "rope_theta": 5e5, "head_dim": 128, "tie_word_embeddings": True},
+        ),
+        "CohereForCausalLM": Family(
+            norms=("input_layernorm", None, None, None),
+            is_parallel=True,
+            norm="layer",
+            eps_key="layer_norm_eps",
+            logit_scale=("logit_scale", 1),
+            is_interleaved=True,
+            refuses=("use_qk_norm",),
+            defaults={**COHERE, "rope_theta": 5e5},
+        ),
+        "Cohere2ForCausalLM": Family(
+            norms=("input_layernorm", None, None, None),
+            is_parallel=True,
+            norm="layer",
+            eps_key="layer_norm_eps",
+            logit_scale=("logit_scale", 1),
+            is_interleaved=True,
+            without_rope="full",
+            slides="pattern",
+            text_types=("cohere2",),
+            defaults={**COHERE, **WINDOW, "sliding_window_pattern": 4},
+        ),
+        "Olmo2ForCausalLM": Family(norms=POST, qk_norm="all", defaults={"rms_norm_eps": 1e-5}),
+        "Olmo3ForCausalLM": Family(
+            norms=POST,
+            qk_norm="all",
+            slides="pattern",
+            defaults={
+                "rms_norm_eps": 1e-5,
+                "rope_theta": 5e5,
+                "rope_local_base_freq": 5e5,
+                "sliding_window_pattern": 4,
+                **WINDOW,
+            },
+        ),
+        "Exaone4ForCausalLM": Family(
+            norms=POST,
+            qkv_bias=False,
+            o_bias=False,
+            qk_norm="head",
+            without_rope="full",
+            slides="pattern",
+            defaults={"rms_norm_eps": 1e-5, "sliding_window_pattern": 4, **WINDOW},
+        ),
+        "StableLmForCausalLM": Family(
+            norm="layer",
+            norm_bias=True,
+            eps_key="layer_norm_eps",
+            qkv_bias="use_qkv_bias",
+            o_bias=False,
+            has_partial_rope=True,
+            refuses=("qk_layernorm", "use_parallel_residual"),
+            defaults={"layer_norm_eps": 1e-5, "partial_rotary_factor": 0.25},
+        ),
+        "Starcoder2ForCausalLM": Family(
+            norm="layer",
+            norm_bias=True,
+            eps_key="norm_epsilon",
+            qkv_bias="use_bias",
+            o_bias="use_bias",
+            mlp_bias="use_bias",
+            is_gated=False,
+            names={"up_proj": "c_fc", "down_proj": "c_proj"},
             slides="all",
-            defaults={"rms_norm_eps": 1e-5, "rope_theta": 1e6},
+            defaults={
+                "norm_epsilon": 1e-5,
+                "hidden_act": "gelu_pytorch_tanh",
+                "use_bias": True,
+                "tie_word_embeddings": True,
+            },
+        ),
+        "NemotronForCausalLM": Family(
+            norm="layer",
+            norm_bias=True,
+            norm_offset=1.0,
+            eps_key="norm_eps",
+            mlp_bias="mlp_bias",
+            is_gated=False,
+            has_partial_rope=True,
+            defaults={"norm_eps": 1e-5, "hidden_act": "relu2", "partial_rotary_factor": 0.5},
+        ),
+        "Jais2ForCausalLM": Family(
+            norm="layer",
+            norm_bias=True,
+            eps_key="layer_norm_eps",
+            mlp_bias="mlp_bias",
+            is_gated=False,
+            defaults={"layer_norm_eps": 1e-5, "hidden_act": "relu2", "attention_bias": True, "mlp_bias": True},
+        ),
+        "GemmaForCausalLM": Family(
+            norm_offset=1.0,
+            scales_embedding=True,
+            defaults={**GEMMA, "hidden_act": "gelu_pytorch_tanh"},
         ),
         "Gemma3ForCausalLM": Family(
-            on_cpu_step=False,
-            decoder="minisgl.models.gemma3:Gemma3ForCausalLM",
-            qk_norm=True,
+            norms=SANDWICH,
+            norm_offset=1.0,
+            qk_norm="head",
+            scales_embedding=True,
             slides="pattern",
             activation_key="hidden_activation",
             text_types=("gemma3_text",),
             text_defaults=dict(zip(SIZES, (262208, 2304, 9216, 26, 8, 4, 131072), strict=True)),
             defaults={
-                "head_dim": 256,
-                "hidden_activation": "gelu_pytorch_tanh",
+                **GEMMA,
                 "query_pre_attn_scalar": 256,
                 "rope_local_base_freq": 10000.0,
                 "rope_theta": 1e6,
                 **WINDOW,
                 "sliding_window_pattern": 6,
-                "tie_word_embeddings": True,
             },
+        ),
+        "Qwen3MoeForCausalLM": Family(
+            qk_norm="head",
+            slides="all",
+            has_window_switch=True,
+            defaults=WINDOW,
+            experts=ExpertFlags(dense="step"),
+        ),
+        "MixtralForCausalLM": Family(
+            qkv_bias=False,
+            o_bias=False,
+            experts=MIXTRAL,
+            slides="all",
+            defaults={"rms_norm_eps": 1e-5, "rope_theta": 1e6},
+        ),
+        "Qwen2MoeForCausalLM": Family(
+            qkv_bias="qkv_bias",
+            o_bias=False,
+            slides="even, not last",
+            has_window_switch=True,
+            defaults=WINDOW | {"qkv_bias": True, "shared_expert_intermediate_size": 5632},
+            experts=ExpertFlags(
+                dense="step",
+                shared="shared_expert",
+                shared_keys=("shared_expert_intermediate_size",),
+                shared_gate="shared_expert_gate",
+            ),
+        ),
+        "OlmoeForCausalLM": Family(
+            qk_norm="all",
+            refuses=("clip_qkv",),
+            defaults={"rms_norm_eps": 1e-5},
+            experts=ExpertFlags(size_key="intermediate_size"),
+        ),
+        "FlexOlmoForCausalLM": Family(
+            norms=POST,
+            qk_norm="all",
+            defaults={"rope_theta": 5e5},
+            experts=ExpertFlags(size_key="intermediate_size"),
+        ),
+        "Glm4MoeForCausalLM": Family(
+            o_bias=False,
+            qk_norm="head",
+            qk_norm_key="use_qk_norm",
+            has_partial_rope=True,
+            defaults={
+                "rms_norm_eps": 1e-5,
+                "partial_rotary_factor": 0.5,
+                "norm_topk_prob": True,
+                "first_k_dense_replace": 1,
+                "n_shared_experts": 1,
+            },
+            experts=GROUPED,
+        ),
+        "SolarOpenForCausalLM": Family(
+            o_bias=False,
+            has_partial_rope=True,
+            defaults={
+                "rms_norm_eps": 1e-5,
+                "rope_theta": 1e6,
+                "head_dim": 128,
+                "norm_topk_prob": True,
+                "n_shared_experts": 1,
+            },
+            experts=replace(GROUPED, dense=None),
+        ),
+        "Dots1ForCausalLM": Family(
+            qk_norm="head",
+            slides="last",
+            defaults={**WINDOW, "max_window_layers": 62},
+            experts=GROUPED,
+        ),
+        "ExaoneMoeForCausalLM": Family(
+            qkv_bias=False,
+            o_bias=False,
+            qk_norm="head",
+            without_rope="full",
+            slides="pattern",
+            defaults={
+                "rms_norm_eps": 1e-5,
+                "sliding_window_pattern": 4,
+                **WINDOW,
+                "first_k_dense_replace": 1,
+                "norm_topk_prob": True,
+                "routed_scaling_factor": 2.5,
+                "num_shared_experts": 1,
+            },
+            experts=replace(
+                GROUPED,
+                count_keys=("num_experts", "num_local_experts"),
+                dense="listed",
+                bias="e_score_correction_bias",
+                shared_keys=("moe_intermediate_size", "num_shared_experts"),
+            ),
+        ),
+        "MiniMaxM2ForCausalLM": Family(
+            qkv_bias=False,
+            o_bias=False,
+            qk_norm="all",
+            has_partial_rope=True,
+            defaults={"rope_theta": 5e6, "head_dim": 128},
+            experts=replace(MIXTRAL, scoring="sigmoid", bias="e_score_correction_bias"),
+        ),
+        "Ernie4_5_MoeForCausalLM": Family(
+            qkv_bias="use_bias",
+            o_bias="use_bias",
+            mlp_bias="use_bias",
+            is_interleaved=True,
+            defaults={
+                "rms_norm_eps": 1e-5,
+                "rope_theta": 5e5,
+                "tie_word_embeddings": True,
+                "moe_layer_start_index": 1,
+                "moe_layer_interval": 1,
+                "moe_num_shared_experts": 2,
+            },
+            experts=ExpertFlags(
+                count_keys=("moe_num_experts", "num_local_experts"),
+                top_k_key="moe_k",
+                normalises=True,
+                dense="interval",
+                bias="moe_statics.e_score_correction_bias",
+                bias_rows=1,
+                shared="shared_experts",
+                shared_keys=("moe_intermediate_size", "moe_num_shared_experts"),
+            ),
         ),
     }
 )

@@ -1,4 +1,4 @@
-"""Llama's decoder. The flags of `ModelConfig` turn it into Mistral, Qwen, Phi-3 or Mixtral."""
+"""Llama's decoder. `models/families.py` turns it into others: Qwen, Gemma, Cohere, Mixtral and so on."""
 
 from __future__ import annotations
 
@@ -6,14 +6,14 @@ import math
 import re
 from contextlib import contextmanager
 from functools import cached_property
-from typing import TYPE_CHECKING, Final, Protocol
+from typing import TYPE_CHECKING, Final
 
 import torch
 
-from minisgl.layers.linear import Embedding, Linear, RMSNorm, Stream
+from minisgl.layers.linear import Embedding, LayerNorm, Linear, RMSNorm, Stream
 from minisgl.layers.rotary import cos_sin_table
 from minisgl.models.attention import Attention
-from minisgl.models.mlp import GatedMLP, SparseMLP
+from minisgl.models.mlp import GatedMLP, PlainMLP, SparseMLP
 from minisgl.ops.deferred import finished
 from minisgl.ops.quantized import Quantized
 
@@ -24,6 +24,7 @@ if TYPE_CHECKING:
 
     from minisgl.core.plan import Context
     from minisgl.layers.builder import Builder
+    from minisgl.layers.linear import Norm
     from minisgl.models.model_config import ModelConfig
 
 
@@ -31,39 +32,67 @@ IN_LAYER: Final = re.compile(r"model\.layers\.(\d+)\.(.*)")
 FEW_LAYERS: Final = 3  # the first, one in the middle and the last
 
 
-class DecoderLayer(Protocol):
-    """The interface of a decoder layer."""
+class DecoderLayer:
+    """Attention and MLP, with norms before or after each (`Family.norms`).
+
+    With a norm before, one op adds to the residual, normalises and projects. A norm after normalises the sum of the
+    ranks' outputs.
+    """
+
+    def __init__(self, builder: Builder, config: ModelConfig, index: int, cos_sin: Tensor) -> None:
+        c, name = config, f"model.layers.{index}"
+        epsilons = c.norm_eps, c.rms_norm_eps, c.norm_eps, c.rms_norm_eps
+        self.norms = [
+            None if module is None else make_norm(builder, c, f"{name}.{module}", eps)
+            for module, eps in zip(c.family.norms, epsilons, strict=True)
+        ]
+        self.self_attn = Attention(builder, c, index, cos_sin)
+        is_dense = c.experts is None or index in c.experts.dense_layers
+        kind = SparseMLP if not is_dense else GatedMLP if c.family.is_gated else PlainMLP
+        self.mlp = kind(builder, c, index)
+        self._is_parallel = c.family.is_parallel
+        self._sum = builder.comm.sum
 
     def forward(self, stream: Stream, ctx: Context, keep: Tensor | None) -> Stream:
         """Return the stream [T, H] for the next layer, or [S, H] with `keep`; may overwrite `stream`.
 
         `keep` [S] int64 has the tokens that are needed after attention.
         """
-
-
-class LlamaDecoderLayer:
-    """Attention and MLP, each after a norm. One op adds to the residual, normalises and projects."""
-
-    def __init__(self, builder: Builder, config: ModelConfig, index: int, cos_sin: Tensor) -> None:
-        c, name = config, f"model.layers.{index}"
-        self.input_layernorm = RMSNorm(builder, f"{name}.input_layernorm", c.hidden_size, c.rms_norm_eps)
-        self.self_attn = Attention(builder, c, index, cos_sin)
-        self.post_attention_layernorm = RMSNorm(
-            builder, f"{name}.post_attention_layernorm", c.hidden_size, c.rms_norm_eps
-        )
-        is_dense = c.experts is None or index in c.experts.dense_layers
-        self.mlp = GatedMLP(builder, c, index) if is_dense else SparseMLP(builder, c, index)
-
-    def forward(self, stream: Stream, ctx: Context, keep: Tensor | None) -> Stream:
-        stream = self.self_attn.forward(stream, self.input_layernorm, ctx)
+        if self._is_parallel:
+            return self._both(stream, ctx, keep)
+        stream = self.self_attn.forward(stream, self.norms[0], ctx)
         if keep is not None:
             stream = stream.at(keep)
-        return self.mlp.forward(stream, self.post_attention_layernorm)
+        stream = self._sum_after_norm(stream, self.norms[1])
+        return self._sum_after_norm(self.mlp.forward(stream, self.norms[2]), self.norms[3])
+
+    def _sum_after_norm(self, stream: Stream, norm: Norm | None) -> Stream:
+        if norm is None:
+            return stream
+        return Stream(norm.forward(self._sum(finished(stream.x)), finished(stream.residual)))
+
+    def _both(self, stream: Stream, ctx: Context, keep: Tensor | None) -> Stream:
+        """Give attention and MLP the same input."""
+        assert self.norms[0] is not None, "attention and MLP need a norm before them"
+        normed, total = self.norms[0].sum_add(stream)
+        out = Stream(self.self_attn.forward(Stream(normed), None, ctx).x, total)
+        if keep is not None:
+            normed, out = normed.index_select(0, keep), out.at(keep)
+        added = finished(self.mlp.forward(Stream(normed), None).x)
+        return Stream(added.add_(finished(out.x)), out.residual)
+
+
+def make_norm(builder: Builder, config: ModelConfig, name: str, eps: float, scale: float = 1.0) -> Norm:
+    """Return a norm of the hidden states; its weights are multiplied by `scale`."""
+    family, size = config.family, config.hidden_size
+    if family.norm == "rms":
+        return RMSNorm(builder, name, size, eps, family.norm_offset, scale)
+    return LayerNorm(builder, name, size, eps, family.norm_offset, scale, has_bias=family.norm_bias)
 
 
 def rope_tables(builder: Builder, config: ModelConfig) -> list[Tensor]:
     """Return the `cos_sin_table` of each layer; layers with the same RoPE share a table."""
-    ropes = [config.rope if window is None else config.window_rope for window in config.windows]
+    ropes = config.ropes
     tables = {
         rope: cos_sin_table(rope, config.head_dim, config.max_position_embeddings, builder.device)
         for rope in dict.fromkeys(ropes)
@@ -74,7 +103,7 @@ def rope_tables(builder: Builder, config: ModelConfig) -> list[Tensor]:
 class LlamaModel:
     """The decoder without its head. Callers apply the last norm."""
 
-    def __init__(self, embed_tokens: Embedding, layers: Sequence[DecoderLayer], norm: RMSNorm) -> None:
+    def __init__(self, embed_tokens: Embedding, layers: Sequence[DecoderLayer], norm: Norm) -> None:
         self.embed_tokens = embed_tokens
         self.layers = layers
         self.norm = norm
@@ -97,21 +126,18 @@ class LlamaForCausalLM:
     """The whole model. `models/weight.py` fills its weights."""
 
     def __init__(self, builder: Builder, config: ModelConfig) -> None:
-        self.config = config
-        self.model = self._decoder(builder, config)
+        c = self.config = config
+        name = f"model.{c.family.names.get('norm', 'norm')}"
+        self.model = LlamaModel(
+            Embedding(builder, "model.embed_tokens", c.vocab_size, c.hidden_size, scale=c.embedding_scale),
+            [DecoderLayer(builder, c, i, table) for i, table in enumerate(rope_tables(builder, c))],
+            make_norm(builder, c, name, c.norm_eps, c.logit_scale),
+        )
         tied = self.model.embed_tokens.weight if config.tie_word_embeddings else None
         shard = builder.balanced_shard(config.vocab_size)  # the same as the embedding's
-        self.lm_head = Linear(builder, {"lm_head": shard}, config.hidden_size, bias=False, tied=tied)
+        self.lm_head = Linear(builder, {"lm_head": shard}, config.hidden_size, bias=c.family.head_bias, tied=tied)
         self.parameters, self.states = tuple(builder.parameters), tuple(builder.states)
         self.mixers = tuple(builder.mixers)
-
-    def _decoder(self, builder: Builder, config: ModelConfig) -> LlamaModel:
-        """Build the decoder. Other families override this."""
-        return LlamaModel(
-            Embedding(builder, "model.embed_tokens", config.vocab_size, config.hidden_size),
-            [LlamaDecoderLayer(builder, config, i, table) for i, table in enumerate(rope_tables(builder, config))],
-            RMSNorm(builder, "model.norm", config.hidden_size, config.rms_norm_eps),
-        )
 
     @property
     def num_parameters(self) -> int:

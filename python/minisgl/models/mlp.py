@@ -1,32 +1,41 @@
-"""Feed-forward blocks: a gated MLP, or experts of which a router selects a few per token."""
+"""Feed-forward blocks: an MLP with or without a gate, or experts of which a router selects a few per token."""
 
 from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
+import torch
+from torch.nn import functional as F
+
 from minisgl.layers.linear import Linear, Stream
 from minisgl.ops.deferred import finished
+from minisgl.ops.reference import ACTIVATIONS, chosen_scores
 
 if TYPE_CHECKING:
+    from torch import Tensor
+
     from minisgl.layers.builder import Builder, Rows
-    from minisgl.layers.linear import RMSNorm
+    from minisgl.layers.linear import Norm
     from minisgl.models.model_config import ModelConfig
 
 
 class GatedMLP:
     """The MLP of layer `index`: down(f(gate(x)) * up(x)), where f is the model's activation (`reference.GATES`)."""
 
-    def __init__(self, builder: Builder, config: ModelConfig, index: int) -> None:
-        c, name = config, f"model.layers.{index}.mlp"
+    def __init__(
+        self, builder: Builder, config: ModelConfig, index: int, module: str = "mlp", size: int | None = None
+    ) -> None:
+        """`module` is its name in the layer, `size` its intermediate size, by default the model's."""
+        c, name = config, f"model.layers.{index}.{module}"
         self.activation = c.activation
-        shard = builder.shard(c.intermediate_size, "intermediate features")
+        shard = builder.shard(size or c.intermediate_size, "intermediate features")
         gate_up: dict[str, Rows] = {f"{name}.gate_proj": shard, f"{name}.up_proj": shard}
-        if c.fused_projections:
+        if "gate_up" in c.family.fused:
             gate_up = {f"{name}.gate_up_proj": (shard, shard)}
         self.gate_up_proj = Linear(builder, gate_up, c.hidden_size, bias=c.mlp_bias)
         self.down_proj = Linear(builder, {f"{name}.down_proj": c.hidden_size}, shard, bias=c.mlp_bias)
 
-    def forward(self, stream: Stream, norm: RMSNorm) -> Stream:
+    def forward(self, stream: Stream, norm: Norm | None) -> Stream:
         """Return the stream [T, H] with this rank's part of the block's output, for the normalised `stream`.
 
         `stream` may be overwritten.
@@ -35,19 +44,50 @@ class GatedMLP:
         return Stream(self.down_proj.forward(gated), total)
 
 
+class PlainMLP:
+    """The MLP of layer `index`: down(f(up(x))), where f is the model's activation (`reference.ACTIVATIONS`)."""
+
+    def __init__(self, builder: Builder, config: ModelConfig, index: int) -> None:
+        c, name = config, f"model.layers.{index}.mlp"
+        up, down = (f"{name}.{c.family.names.get(part, part)}" for part in ("up_proj", "down_proj"))
+        self._activation = ACTIVATIONS[c.activation]
+        shard = builder.shard(c.intermediate_size, "intermediate features")
+        self.up_proj = Linear(builder, {up: shard}, c.hidden_size, bias=c.mlp_bias)
+        self.down_proj = Linear(builder, {down: c.hidden_size}, shard, bias=c.mlp_bias)
+
+    def forward(self, stream: Stream, norm: Norm | None) -> Stream:
+        """Return what `GatedMLP.forward` does."""
+        up, total = self.up_proj.after_sum_norm(stream, norm)
+        return Stream(self.down_proj.forward(self._activation(finished(up))), total)
+
+
 class SparseMLP:
     """The mixture of experts of layer `index`; see `ops/reference.py: moe`.
 
-    The weights are router [E, H], gate_up [E, 2I, H] and down [E, H, I]. Each rank has a shard of I of all experts.
+    The weights are router [E, H], gate_up [E, 2I, H] and down [E, H, I]. Each rank has a shard of I of all experts. A
+    router that does more than softmax is in float32, and the scores of its choice are given to `moe` as logits.
     """
 
     def __init__(self, builder: Builder, config: ModelConfig, index: int) -> None:
         assert config.experts is not None, "the model has no experts"
         self.experts, hidden_size = config.experts, config.hidden_size
-        count, name = self.experts.count, f"model.layers.{index}.{self.experts.flags.module}"
-        gate, up, down = self.experts.flags.parts
+        count, flags = self.experts.count, self.experts.flags
+        name = f"model.layers.{index}.{flags.module}"
+        gate, up, down = flags.parts
         experts = [f"{name}.experts.{e}" for e in range(count)]
-        self.router = Linear(builder, {f"{name}.gate": count}, hidden_size, bias=False)
+        self._is_plain = flags.scoring == "softmax" and not flags.bias
+        if self._is_plain:
+            self.router = Linear(builder, {f"{name}.gate": count}, hidden_size, bias=False)
+        else:
+            self._scorer = builder.parameter({f"{name}.gate.weight": count}, hidden_size, dtype=torch.float32)
+            shape = (count,) if flags.bias_rows is None else (flags.bias_rows, count)
+            self._bias = builder.parameter({f"{name}.{flags.bias}": shape[0]}, *shape[1:], dtype=torch.float32)
+        self.shared, self._shared_gate = None, None
+        if self.experts.shared_size:
+            module = f"{flags.module}.{flags.shared}"
+            self.shared = GatedMLP(builder, config, index, module, self.experts.shared_size)
+            if flags.shared_gate:
+                self._shared_gate = Linear(builder, {f"{name}.{flags.shared_gate}": 1}, hidden_size, bias=False)
         shard = builder.shard(self.experts.intermediate_size, "intermediate features of an expert")
         gate_up_parts = {f"{e}.{part}.weight": shard for e in experts for part in (gate, up)}
         down_parts = {f"{e}.{down}.weight": hidden_size for e in experts}
@@ -55,9 +95,27 @@ class SparseMLP:
         self.down = builder.experts(down_parts, shard, count)
         self._moe = builder.ops.moe
 
-    def forward(self, stream: Stream, norm: RMSNorm) -> Stream:
+    def forward(self, stream: Stream, norm: Norm | None) -> Stream:
         """Return what `GatedMLP.forward` does."""
-        normed, total = norm.sum_add(stream)
-        router_logits, experts = finished(self.router.forward(normed)), self.experts
-        out = self._moe(normed, router_logits, self.gate_up, self.down, experts.top_k, experts.normalise)
+        normed, total = (finished(stream.x),) * 2 if norm is None else norm.sum_add(stream)
+        logits, factor = self._route(normed)
+        out = self._moe(normed, logits, self.gate_up, self.down, self.experts.top_k, factor is not None)
+        if isinstance(factor, torch.Tensor) or factor not in (None, 1.0):
+            out = (out * factor).to(out.dtype)
+        if self.shared is not None:
+            shared = finished(self.shared.forward(Stream(normed), None).x)
+            if self._shared_gate is not None:
+                shared = finished(self._shared_gate.forward(normed)).sigmoid() * shared
+            out = out + shared
         return Stream(out, total)
+
+    def _route(self, x: Tensor) -> tuple[Tensor, Tensor | float | None]:
+        """Return logits for `moe`, and a factor of its normalised result [T, 1]; None if it need not normalise."""
+        e = self.experts
+        if self._is_plain:
+            factor = e.scale if e.normalise else None
+            return finished(self.router.forward(x)), factor
+        scores = chosen_scores(
+            F.linear(x.float(), self._scorer), self._bias.view(-1), e.flags.scoring, e.top_k, e.groups, e.top_groups
+        )
+        return scores.log(), e.scale if e.normalise else e.scale * scores.sum(1, keepdim=True)

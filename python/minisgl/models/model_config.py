@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Final
 
@@ -10,8 +11,9 @@ from minisgl.checkpoint.quantization import Quantization, read_quantization
 from minisgl.core.errors import ConfigError
 from minisgl.core.layout import FULL, WINDOW
 from minisgl.core.specs import GroupedQuery
-from minisgl.models.families import FAMILIES, ExpertFlags, Family
-from minisgl.models.positions import number, read_ropes, read_windows, size
+from minisgl.layers.rope import NO_ROPE
+from minisgl.models.families import FAMILIES, SOFTCAPS, ExpertFlags, Family
+from minisgl.models.positions import number, read_dense_layers, read_layers_without_rope, read_ropes, read_windows, size
 
 if TYPE_CHECKING:
     from minisgl.distributed.info import DistributedInfo
@@ -22,13 +24,16 @@ LARGE: Final = 2**26  # weights: 256 MB in float32
 MAX_LAYERS: Final = 4096  # more are a mistake or an attack on memory
 ACTIVATIONS: Final = {"silu": "silu", "swish": "silu", "gelu_pytorch_tanh": "gelu_tanh"}
 """transformers' names -> names in `ops/reference.py: GATES`."""
+UNGATED: Final = {**ACTIVATIONS, "gelu_new": "gelu_tanh", "gelu_fast": "gelu_tanh", "gelu": "gelu", "relu2": "relu2"}
+"""The same for MLPs without a gate, in `ops/reference.py: ACTIVATIONS`."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ExpertsConfig:
     """A mixture of `count` experts, with `top_k` per token, in all layers except `dense_layers`.
 
-    With `normalise`, the probabilities of the selected experts are divided by their sum.
+    With `normalise`, the weights of a token's experts are divided by their sum. `scale` multiplies the sum of experts.
+    A token chooses from the `top_groups` best of `groups` groups. An MLP of `shared_size` is for all tokens; 0: none.
     """
 
     count: int
@@ -36,6 +41,10 @@ class ExpertsConfig:
     intermediate_size: int
     normalise: bool
     dense_layers: frozenset[int]
+    groups: int
+    top_groups: int
+    scale: float
+    shared_size: int
     flags: ExpertFlags
 
 
@@ -43,8 +52,10 @@ class ExpertsConfig:
 class ModelConfig:
     """The configuration of a decoder. Sizes count elements; `dtype` is the checkpoint's ("bfloat16", ...).
 
-    `windows` has the window of each layer, or None. Layers with a window use `window_rope`, the others `rope`.
-    Attention scores are multiplied by `attention_scale`; None means 1 / sqrt(head_dim).
+    `family` has the differences between architectures. `windows` has the window of each layer, or None. Layers with a
+    window use `window_rope`, the others `rope`, except `layers_without_rope`. Attention scores are multiplied by
+    `attention_scale`; None means 1 / sqrt(head_dim). The norms before blocks and the last one have the epsilon
+    `norm_eps`, others `rms_norm_eps`. `embedding_scale` and `logit_scale` multiply embeddings and logits.
     """
 
     architecture: str
@@ -56,9 +67,13 @@ class ModelConfig:
     num_kv_heads: int
     head_dim: int
     rms_norm_eps: float
+    norm_eps: float
+    embedding_scale: float
+    logit_scale: float
     max_position_embeddings: int
     rope: RopeConfig
     window_rope: RopeConfig
+    layers_without_rope: frozenset[int]
     windows: tuple[int | None, ...]
     attention_scale: float | None
     activation: str
@@ -66,13 +81,22 @@ class ModelConfig:
     qkv_bias: bool
     o_bias: bool
     mlp_bias: bool
-    qk_norm: bool
-    fused_projections: bool
+    qk_norm: str
     experts: ExpertsConfig | None
     dtype: str
     quantization: Quantization | None = None
     is_text_part: bool = False  # of a multimodal model, whose other parts are not loaded
     gives_back: bool = False  # pages before the windows, if no layer needs them
+
+    @property
+    def family(self) -> Family:
+        return FAMILIES[self.architecture]
+
+    @property
+    def ropes(self) -> list[RopeConfig]:
+        """The RoPE of each layer."""
+        ropes = (self.rope if window is None else self.window_rope for window in self.windows)
+        return [NO_ROPE if i in self.layers_without_rope else rope for i, rope in enumerate(ropes)]
 
     def mixer(self, layer: int, info: DistributedInfo) -> GroupedQuery:
         """Return how a layer attends on one rank. Raises `ConfigError` if ranks cannot divide its heads."""
@@ -114,9 +138,11 @@ class ModelConfig:
     def num_projections(self) -> int:
         """The number of weights of attention's projections and of dense MLPs."""
         attention = 2 * self.hidden_size * self.head_dim * (self.num_heads + self.num_kv_heads)
-        dense = 3 * self.hidden_size * self.intermediate_size
-        num_dense = self.num_layers if self.experts is None else len(self.experts.dense_layers)
-        return self.num_layers * attention + num_dense * dense
+        dense = (2 + self.family.is_gated) * self.hidden_size * self.intermediate_size
+        e = self.experts
+        num_dense = self.num_layers if e is None else len(e.dense_layers)
+        shared = 0 if e is None else (self.num_layers - num_dense) * 3 * self.hidden_size * e.shared_size
+        return self.num_layers * attention + num_dense * dense + shared
 
     @property
     def is_large_bfloat16(self) -> bool:
@@ -130,7 +156,7 @@ class ModelConfig:
         family = FAMILIES[architecture]
         is_text_part = config["architectures"] != [architecture]
         config = {**DEFAULTS, **family.defaults, **(family.text_defaults if is_text_part else {}), **config}
-        _refuse_unsupported(config)
+        _refuse_unsupported(config, family)
         hidden_size = size(config, "hidden_size")
         num_heads = size(config, "num_attention_heads")
         num_kv_heads = size(config, "num_key_value_heads", default=num_heads)
@@ -145,12 +171,25 @@ class ModelConfig:
             raise ConfigError(f"head_dim {head_dim} is odd, so rotary embeddings cannot halve it")
         max_positions = hf.max_model_len(config)
         num_layers = size(config, "num_hidden_layers", maximum=MAX_LAYERS)
-        bias = bool(config.get("attention_bias", False))
         rope, window_rope = read_ropes(config, head_dim)
         windows = read_windows(config, num_layers, family.slides, family.has_window_switch)
-        if rope == window_rope:  # a window as long as the context is no window
+        layers_without_rope = read_layers_without_rope(config, windows, family.without_rope)
+        if rope == window_rope and not layers_without_rope:  # a window as long as the context is no window
             windows = tuple(None if window is None or window >= max_positions else window for window in windows)
-        scale = number(config, "query_pre_attn_scalar") ** -0.5 if "query_pre_attn_scalar" in config else None
+        options = {name: number(config, name) for name in family.options if config.get(name) is not None}
+        # A residual multiplier m leaves the result as it is if the embedding is divided by m instead, and so the whole
+        # residual, provided that the norms that read it have their epsilon divided by m^2.
+        residual, eps = options.get("residual_multiplier", 1.0), number(config, family.eps_key)
+        embedding = options.get("embedding_multiplier", hidden_size**0.5 if family.scales_embedding else 1.0)
+        logit_scale = 1.0
+        if family.logit_scale is not None:
+            field, exponent = family.logit_scale
+            logit_scale = number(config, field, 1.0) ** exponent
+        scale = options.get("attention_multiplier")
+        if scale == head_dim**-0.5:
+            scale = None
+        if "query_pre_attn_scalar" in config:
+            scale = number(config, "query_pre_attn_scalar") ** -0.5
         return cls(
             architecture=architecture,
             vocab_size=size(config, "vocab_size"),
@@ -160,19 +199,22 @@ class ModelConfig:
             num_heads=num_heads,
             num_kv_heads=num_kv_heads,
             head_dim=head_dim,
-            rms_norm_eps=number(config, "rms_norm_eps"),
+            rms_norm_eps=eps,
+            norm_eps=eps / residual**2,
+            embedding_scale=embedding / residual,
+            logit_scale=logit_scale,
             max_position_embeddings=max_positions,
             rope=rope,
             window_rope=window_rope,
+            layers_without_rope=layers_without_rope,
             windows=windows,
             attention_scale=scale,
             activation=_activation(config, family),
             tie_word_embeddings=bool(config.get("tie_word_embeddings", False)),
-            qkv_bias=bias if family.qkv_bias is None else family.qkv_bias,
-            o_bias=bias if family.o_bias is None else family.o_bias,
-            mlp_bias=family.has_mlp_bias_option and bool(config.get("mlp_bias", False)),
-            qk_norm=family.qk_norm,
-            fused_projections=family.fused_projections,
+            qkv_bias=_flag(config, family.qkv_bias),
+            o_bias=_flag(config, family.o_bias),
+            mlp_bias=_flag(config, family.mlp_bias),
+            qk_norm=family.qk_norm if family.qk_norm_key is None or config.get(family.qk_norm_key) else "",
             experts=_experts(config, num_layers, family.experts) if family.experts is not None else None,
             quantization=read_quantization(config),
             is_text_part=is_text_part,
@@ -197,45 +239,56 @@ def _architecture(config: dict[str, Any]) -> str:
     raise ConfigError(f"model architecture {name:.60} is not supported; supported: {', '.join(FAMILIES)}")
 
 
-def _refuse_unsupported(config: dict[str, Any]) -> None:
-    for field in ("attn_logit_softcapping", "final_logit_softcapping"):
+def _flag(config: dict[str, Any], value: bool | str) -> bool:
+    return bool(config.get(value)) if isinstance(value, str) else value
+
+
+def _refuse_unsupported(config: dict[str, Any], family: Family) -> None:
+    for field in SOFTCAPS - family.options:
         if config.get(field) is not None:
             raise ConfigError(f"{field}={config[field]} is not supported; only models without softcapping are")
+    for field in family.refuses:
+        if config.get(field):
+            raise ConfigError(f"{field}={config[field]!r:.60} is not supported")
     if config.get("use_bidirectional_attention") or config.get("is_causal") is False:
         raise ConfigError("bidirectional attention is not supported; only causal attention is")
-    if config.get("partial_rotary_factor", 1.0) != 1.0:
-        raise ConfigError(f"partial_rotary_factor {config['partial_rotary_factor']} is not supported; only 1 is")
+    scaling = config.get("rope_parameters") or config.get("rope_scaling")
+    for fields in (config, *([scaling] if isinstance(scaling, dict) else [])):
+        if not family.has_partial_rope and fields.get("partial_rotary_factor", 1.0) != 1.0:
+            raise ConfigError(f"partial_rotary_factor {fields['partial_rotary_factor']} is not supported; only 1 is")
 
 
 def _activation(config: dict[str, Any], family: Family) -> str:
     activation = config.get(family.activation_key, "silu")
-    known = [name for name, ours in ACTIVATIONS.items() if family.experts is None or ours == "silu"]
+    names = ACTIVATIONS if family.is_gated else UNGATED
+    known = [name for name, ours in names.items() if family.experts is None or ours == "silu"]
     if activation not in known:
         raise ConfigError(f"{family.activation_key} {activation!r} is not supported; supported: {', '.join(known)}")
-    return ACTIVATIONS[activation]
+    return names[activation]
 
 
 def _experts(config: dict[str, Any], num_layers: int, flags: ExpertFlags) -> ExpertsConfig:
-    """Read the mixture of experts. transformers 4 names their count num_experts, 5 names it num_local_experts."""
-    old, new = config.get("num_experts"), config.get("num_local_experts")
-    if old is not None and new is not None and old != new:
-        raise ConfigError(f"config.json has num_experts={old!r} but num_local_experts={new!r}")
-    count = size(config, "num_local_experts" if old is None else "num_experts")
-    top_k = size(config, "num_experts_per_tok")
+    """Read the mixture of experts."""
+    given = {key: config[key] for key in flags.count_keys if config.get(key) is not None}
+    if len({*map(repr, given.values())}) > 1:
+        raise ConfigError(f"config.json has {' but '.join(f'{key}={value!r}' for key, value in given.items())}")
+    count = size(config, next(iter(given), flags.count_keys[0]))
+    top_k = size(config, flags.top_k_key)
     if top_k > count:
-        raise ConfigError(f"num_experts_per_tok {top_k} is more than the {count} experts")
-    normalise, dense = True, frozenset[int]()
-    if flags.has_options:
-        normalise = bool(config.get("norm_topk_prob", False))
-        only, step = config.get("mlp_only_layers") or [], size(config, "decoder_sparse_step", default=1)
-        if not isinstance(only, list) or not all(isinstance(i, int) for i in only):
-            raise ConfigError(f"config.json has mlp_only_layers={only!r}; a list of layer indices is needed")
-        dense = frozenset(i for i in range(num_layers) if i in only or (i + 1) % step)
+        raise ConfigError(f"{flags.top_k_key} {top_k} is more than the {count} experts")
+    groups, top_groups = (size(config, key, 1) if flags.has_groups else 1 for key in ("n_group", "topk_group"))
+    if count % groups or top_groups > groups or top_k > count // groups * top_groups:
+        raise ConfigError(f"{count} experts in {groups} groups, {top_k} of {top_groups} groups, do not divide")
+    shared = [config.get(key) for key in flags.shared_keys]
     return ExpertsConfig(
         count=count,
         top_k=top_k,
         intermediate_size=size(config, flags.size_key),
-        normalise=normalise,
-        dense_layers=dense,
+        normalise=_flag(config, flags.normalises),
+        dense_layers=read_dense_layers(config, num_layers, flags.dense),
+        groups=groups,
+        top_groups=top_groups,
+        scale=number(config, flags.scale_key, 1.0) if flags.scale_key else 1.0,
+        shared_size=math.prod(size(config, key) for key in flags.shared_keys) if all(shared) and shared else 0,
         flags=flags,
     )

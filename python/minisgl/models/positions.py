@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Mapping
+from dataclasses import replace
 from types import MappingProxyType
 from typing import Any, Final
 
@@ -24,7 +25,10 @@ def _is_last(config: dict[str, Any], i: int) -> bool:
 SLIDES: Final[Mapping[str, Callable[[dict[str, Any], int], bool]]] = MappingProxyType(
     {
         "all": lambda config, i: True,
+        "listed": lambda config, i: True,  # unless `layer_types` says otherwise
         "last": _is_last,
+        "even, not last": lambda config, i: i % 2 == 0 and not _is_last(config, i),
+        "not first of 4": lambda config, i: i % 4 != 0,
         "pattern": lambda config, i: (i + 1) % size(config, "sliding_window_pattern") != 0,  # all but every n-th layer
     }
 )
@@ -61,6 +65,78 @@ def read_windows(
     return tuple(window if is_local else None for is_local in has_window)
 
 
+def _every_step_but(config: dict[str, Any], i: int) -> bool:
+    only = config.get("mlp_only_layers") or []
+    if not isinstance(only, list) or not all(isinstance(layer, int) for layer in only):
+        raise ConfigError(f"config.json has mlp_only_layers={only!r}; a list of layer indices is needed")
+    return i in only or (i + 1) % size(config, "decoder_sparse_step", default=1) != 0
+
+
+def _outside_of_interval(config: dict[str, Any], i: int) -> bool:
+    last = config.get("moe_layer_end_index", -1)
+    is_after = last != -1 and i > _count(config, "moe_layer_end_index")
+    return (i + 1) % size(config, "moe_layer_interval") != 0 or i < _count(config, "moe_layer_start_index") or is_after
+
+
+def _count(config: dict[str, Any], key: str) -> int:
+    value = config.get(key) or 0
+    if not isinstance(value, int) or isinstance(value, bool) or value < 0:
+        raise ConfigError(f"config.json has {key}={value!r:.60}; a number of layers is needed")
+    return value
+
+
+def _listed_as_dense(config: dict[str, Any], i: int) -> bool:
+    kinds = config.get("mlp_layer_types")
+    if kinds is None:
+        return i < _count(config, "first_k_dense_replace")
+    if not isinstance(kinds, list) or i >= len(kinds):
+        raise ConfigError(f"config.json has mlp_layer_types={kinds!r:.60}; a kind for each layer is needed")
+    return bool(kinds[i] == "dense")
+
+
+# By `ExpertFlags.dense`: whether layer i has a dense MLP and no experts.
+DENSE: Final[Mapping[str, Callable[[dict[str, Any], int], bool]]] = MappingProxyType(
+    {
+        "step": _every_step_but,
+        "first": lambda config, i: i < _count(config, "first_k_dense_replace"),
+        "listed": _listed_as_dense,
+        "interval": _outside_of_interval,
+    }
+)
+
+
+def read_dense_layers(config: dict[str, Any], num_layers: int, rule: str | None) -> frozenset[int]:
+    """Return the indices of layers without experts, in a model that has them."""
+    return frozenset(i for i in range(num_layers) if rule is not None and DENSE[rule](config, i))
+
+
+def _is_listed_without(config: dict[str, Any], i: int, windows: tuple[int | None, ...]) -> bool:
+    listed = config.get("no_rope_layers")
+    if listed is None:
+        return (i + 1) % size(config, "no_rope_layer_interval") == 0
+    if not isinstance(listed, list) or len(listed) < len(windows):
+        raise ConfigError(f"config.json has no_rope_layers={listed!r:.60}; a 0 or 1 for each layer is needed")
+    return not listed[i]
+
+
+# By `Family.without_rope`: whether layer i has no RoPE.
+WITHOUT_ROPE: Final[Mapping[str, Callable[[dict[str, Any], int, tuple[int | None, ...]], bool]]] = MappingProxyType(
+    {
+        "listed": _is_listed_without,
+        "full": lambda config, i, windows: windows[i] is None and config.get("sliding_window") is not None,
+    }
+)
+
+
+def read_layers_without_rope(
+    config: dict[str, Any], windows: tuple[int | None, ...], rule: str | None
+) -> frozenset[int]:
+    """Return the indices of layers without RoPE, for the windows of all layers."""
+    if rule is None:
+        return frozenset()
+    return frozenset(i for i in range(len(windows)) if WITHOUT_ROPE[rule](config, i, windows))
+
+
 def read_ropes(config: dict[str, Any], head_dim: int) -> tuple[RopeConfig, RopeConfig]:
     """Return the RoPE of layers without a window, and of those with one. Raises `ConfigError` if one is unsupported.
 
@@ -94,9 +170,18 @@ def _rope(config: dict[str, Any], scaling: dict[str, Any], head_dim: int) -> Rop
         kind = "default"
     if kind not in ROPE_TYPES:
         raise ConfigError(f"rope type {kind!r} is not supported yet; supported: {', '.join(ROPE_TYPES)}")
-    if scaling.get("partial_rotary_factor", 1.0) != 1.0:
-        raise ConfigError(f"partial_rotary_factor {scaling['partial_rotary_factor']} is not supported; only 1 is")
     theta = number(scaling if "rope_theta" in scaling else config, "rope_theta")
+    fields = scaling if "partial_rotary_factor" in scaling else config
+    dim = int(head_dim * number(fields, "partial_rotary_factor", size(config, "rotary_dim", head_dim) / head_dim))
+    if dim < 2 or dim % 2 or dim > head_dim:
+        raise ConfigError(f"partial_rotary_factor lets {dim} of {head_dim} elements of a head rotate")
+    rope = _scaled_rope(config, scaling, kind, theta, max_positions, dim)
+    return rope if dim == head_dim else replace(rope, dim=dim)
+
+
+def _scaled_rope(
+    config: dict[str, Any], scaling: dict[str, Any], kind: str, theta: float, max_positions: int, dim: int
+) -> RopeConfig:
     if kind == "default":
         return RopeConfig(theta=theta)
     # transformers prefers the field outside the RoPE parameters.
@@ -105,7 +190,7 @@ def _rope(config: dict[str, Any], scaling: dict[str, Any], head_dim: int) -> Rop
     if kind == "yarn":
         return _yarn(scaling, theta, original, max_positions)
     if kind == "longrope":
-        return _longrope(scaling, theta, original, max_positions, head_dim)
+        return _longrope(scaling, theta, original, max_positions, dim)
     factor = number(scaling, "factor")
     if kind in ("linear", "dynamic"):
         return RopeConfig(theta=theta, type=kind, factor=factor)

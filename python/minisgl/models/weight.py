@@ -27,18 +27,16 @@ from torch import Tensor
 
 from minisgl.checkpoint import hf
 from minisgl.core.errors import ConfigError
-from minisgl.core.registry import Registry
 from minisgl.distributed.communicator import Communicator, SoloCommunicator
 from minisgl.distributed.info import ALONE
 from minisgl.layers.builder import Builder, Init, Parameter, Source
 from minisgl.models.dequantize import LAYOUTS, Matrix, Stored, dequantized
-from minisgl.models.families import FAMILIES
+from minisgl.models.llama import LlamaForCausalLM
 from minisgl.ops.quantized import INT8, Format, Quantized, Rounding, rounded
 
 if TYPE_CHECKING:
     from minisgl.checkpoint.quantization import Quantization
     from minisgl.device.device import Device, Uploader
-    from minisgl.models.llama import LlamaForCausalLM
     from minisgl.models.model_config import ModelConfig
     from minisgl.ops.table import OpTable
 
@@ -46,10 +44,6 @@ _log = logging.getLogger(__name__)
 
 Progress = Callable[[int, int], None]
 """Called by any thread as loading proceeds, with (bytes loaded, bytes to load)."""
-
-MODELS: Final[Registry[type[LlamaForCausalLM]]] = Registry("model architecture")
-for _name, _family in FAMILIES.items():
-    MODELS.add(_name, _family.decoder)
 
 FLOATS: Final = {"F64": 8, "F32": 4, "F16": 2, "BF16": 2}  # bytes of an element, by the file format's name of a dtype
 
@@ -84,7 +78,7 @@ TEXT_PART: Final = re.compile(r"(model|lm_head)\.")  # tensors of a multimodal m
 NEXT_TOKENS: Final = re.compile(r"(model\.layers\.\d+\.)eh_proj\.")  # a layer that predicts tokens after the next
 
 # The projections of a decoder's layers. Routers of experts are not quantized: small errors would change their choices.
-PROJECTION: Final = re.compile(r"\.layers\.\d+\.(.*\.)?(\w+_proj|w[123])\.weight$")
+PROJECTION: Final = re.compile(r"\.layers\.\d+\.(.*\.)?(\w+_proj|w[123]|dense|fc[12]|c_fc)\.weight$")
 # The format of an untied head with any `--quantization`, as on a CPU: the head is the largest matrix.
 HEAD_FORMAT: Final = Format(8, 0, is_integer=True)
 
@@ -107,10 +101,10 @@ def load_model(
     the device supports (`supports_format`) keeps that format. Raises `ConfigError` with the names of the tensors if the
     checkpoint does not fit its config.json.
     """
-    kind, comm = MODELS.load(config.architecture), comm or SoloCommunicator(ALONE, device.torch_device)
+    comm = comm or SoloCommunicator(ALONE, device.torch_device)
 
     def build(format_of: Callable[[str], Format | None]) -> LlamaForCausalLM:
-        return kind(Builder(ops, dtype, device.torch_device, comm, format_of), config)
+        return LlamaForCausalLM(Builder(ops, dtype, device.torch_device, comm, format_of), config)
 
     def target_of(name: str) -> Format | None:
         if target_format is not None and name == HEAD and supports_format(HEAD_FORMAT):
@@ -162,7 +156,7 @@ def open_checkpoint(files: list[Path], stack: ExitStack, quantization: Quantizat
     stored: dict[str, Stored] = {}
     for name, tensor in open_all(files, stack).items():
         full = ".".join(part for part in name.split(".") if not WRAPPER.fullmatch(part))
-        full = f"model.{full}" if full.startswith(("embed_tokens.", "layers.", "norm.")) else full
+        full = f"model.{full}" if full.startswith(("embed_tokens.", "layers.", "norm.", "final_layernorm.")) else full
         if full in stored:
             raise ConfigError(f"tensor {full} is in {tensor.path.parent} under two names, one of which is {name}")
         stored[full] = tensor
@@ -210,8 +204,9 @@ def fill(
             device.use_large_pages(parameter.tensor)
     _copy_all(pieces, [device.uploader() for _ in range(threads or default_threads())], rounding, progress)
     for parameter in parameters:
-        if parameter.offset and isinstance(parameter.tensor, Tensor):
-            parameter.tensor.add_(parameter.offset)
+        if not parameter.finish():
+            name = parameter.sources[0].name
+            raise ConfigError(f"{name} is quantized in blocks, and this model rotates elements of heads across them")
 
 
 def has_own_head(folder: Path) -> bool:

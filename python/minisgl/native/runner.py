@@ -18,7 +18,7 @@ from minisgl.engine.batch import make_sampling
 from minisgl.engine.draft_model import SAMPLED_ALIKE, DraftModel, Eagle3, draft_spec, drafted_rows
 from minisgl.engine.pooling import base_runner
 from minisgl.engine.runner import ForwardOutput
-from minisgl.models.families import FAMILIES
+from minisgl.models.families import PRE
 from minisgl.native.abi import LayerWeights, ModelSpec, StepPlan
 from minisgl.native.library import NativeLibrary, load_native
 from minisgl.native.packing import LANES, pack_weights
@@ -36,6 +36,7 @@ if TYPE_CHECKING:
     from minisgl.engine.config import EngineSpec
     from minisgl.engine.drafting import Drafting
     from minisgl.engine.runner import Parts, Runner
+    from minisgl.models.model_config import ModelConfig
 
 _log = logging.getLogger("minisgl.native")
 
@@ -51,8 +52,8 @@ def refusal(spec: EngineSpec) -> str | None:
         return "the model is sharded over several ranks"
     if spec.attention_backend != "auto":
         return f"the attention backend {spec.attention_backend} was given"
-    if not FAMILIES[m.architecture].on_cpu_step or m.activation != "silu":
-        return f"{m.architecture} with {m.activation} is not supported"
+    if (reason := layers_refusal(m)) is not None:
+        return f"{m.architecture} has {reason}"
     if spec.dtype not in DTYPES:
         return f"dtype {spec.dtype} is not supported"
     if spec.pooling is not None:
@@ -71,6 +72,20 @@ def refusal(spec: EngineSpec) -> str | None:
         if size % divisor:
             return f"{name} {size} is not a multiple of {divisor}"
     return None
+
+
+def layers_refusal(m: ModelConfig) -> str | None:
+    """Return what the C++ step does not have of a model's layers; None if it has all."""
+    family = m.family
+    missing = {
+        "experts": m.experts is not None,
+        "another order of norms": family.norms != PRE or family.is_parallel,
+        "LayerNorm": family.norm != "rms",
+        f"the activation {m.activation}": m.activation != "silu" or not family.is_gated,
+        "a norm over all heads": m.qk_norm == "all",
+        "a multiplier of embeddings": m.embedding_scale != 1.0,
+    }
+    return next((name for name, is_missing in missing.items() if is_missing), None)
 
 
 class NativeModel:
@@ -104,7 +119,7 @@ class NativeModel:
         decoder, embedding, head = model.model, model.model.embed_tokens.weight, model.lm_head.weight
         matrices = [p.tensor for p in model.parameters if p.tensor is not embedding or head is embedding]
         self._pack(matrices, [head] if spec.quantization else [])
-        layers = [(x.self_attn, x.mlp, x.input_layernorm, x.post_attention_layernorm) for x in decoder.layers]
+        layers = [(x.self_attn, x.mlp, x.norms[0], x.norms[2]) for x in decoder.layers]
         fields |= {"is_tied": head is embedding, "embedding": embedding.data_ptr()}
         return self._spec(parts, spec, layers, head, decoder.norm, fields)
 
@@ -173,7 +188,7 @@ class NativeModel:
             "kv_heads": m.num_kv_heads,
             "dim": m.head_dim,
             "page": spec.page_size,
-            "eps": m.rms_norm_eps,
+            "eps": m.norm_eps,
             "scale": m.attention_scale or m.head_dim**-0.5,
             "weights": addressof(weights),
             "final_norm": self._float(norm.weight),

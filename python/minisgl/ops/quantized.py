@@ -152,6 +152,16 @@ class Quantized:
         zeros = None if self.zeros is None else self.zeros[scales]
         return Quantized(self.format, self.data[start:stop], self.scale[scales], zeros, self.order)
 
+    def reorder(self, order: Tensor) -> bool:
+        """Put row order[i] in place i; return false if a row would leave the group that shares its scale."""
+        size = self.format.rows
+        if size > 1 and (order // size != torch.arange(len(order), device=order.device) // size).any():
+            return False
+        for tensor in self.tensors[: 3 if size == 1 else 1]:
+            if tensor is not self.order:
+                tensor.copy_(tensor[order])
+        return True
+
     def round_from(self, values: Tensor, rounding: Rounding | None = None) -> None:
         """Fill the matrix with the floats `values` [N, K], rounded."""
         assert not self.format.order, "a format with an order can only be filled with stored numbers"

@@ -54,6 +54,14 @@ GATES: Final[Mapping[str, Callable[[Tensor], Tensor]]] = {
 """The activations of gated MLPs: SwiGLU and GeGLU (arXiv:2002.05202), gelu by its approximation (arXiv:1606.08415)."""
 
 
+ACTIVATIONS: Final[Mapping[str, Callable[[Tensor], Tensor]]] = {
+    **GATES,
+    "gelu": F.gelu,
+    "relu2": lambda x: F.relu(x).square(),  # arXiv:2109.08668
+}
+"""The activations of MLPs without a gate."""
+
+
 def gate_and_mul(x: Tensor, gate: str) -> Tensor:
     """Return f(g) * up [T, I], where x [T, 2I] is g and up side by side, and f is `GATES[gate]`."""
     g, up = x.chunk(2, dim=-1)
@@ -129,6 +137,25 @@ def moe(
     for i in range(top_k):
         total.addcmul_(rows[index_of_pair[i::top_k]], weights[:, i : i + 1])
     return total.to(x.dtype)
+
+
+def chosen_scores(
+    logits: Tensor, bias: Tensor, scoring: str, top_k: int, groups: int = 1, top_groups: int = 1
+) -> Tensor:
+    """Return the scores of each token's `top_k` experts, and 0 for others, float32 [T, E] (arXiv:2412.19437).
+
+    logits [T, E] are float32. Scores are their "softmax" or "sigmoid" (`scoring`). With `bias` [E] added, the highest
+    are chosen, in the `top_groups` of `groups` equal groups of experts whose two best scores have the highest sums.
+    """
+    scores = logits.sigmoid() if scoring == "sigmoid" else logits.softmax(-1)
+    ranks = scores + bias
+    if groups > 1:
+        grouped = ranks.view(-1, groups, ranks.shape[1] // groups)
+        best = grouped.topk(min(2, grouped.shape[2])).values.sum(-1)
+        others = best.topk(groups - top_groups, largest=False).indices
+        ranks = grouped.scatter(1, others.unsqueeze(2).expand(-1, -1, grouped.shape[2]), float("-inf")).flatten(1)
+    chosen = ranks.topk(top_k).indices
+    return torch.zeros_like(scores).scatter_(1, chosen, scores.gather(1, chosen))
 
 
 def rope(q: Tensor, k: Tensor, cos_sin: Tensor, positions: Tensor) -> tuple[Tensor, Tensor]:

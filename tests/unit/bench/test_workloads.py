@@ -84,7 +84,7 @@ ROPES = {"llama": "llama3", "qwen3": "default", "gemma": "linear"}
 
 
 def count_parameters(c: ModelConfig) -> int:
-    attention = c.hidden_size * c.head_dim * (2 * c.num_heads + 2 * c.num_kv_heads) + 2 * c.head_dim * c.qk_norm
+    attention = c.hidden_size * c.head_dim * (2 * c.num_heads + 2 * c.num_kv_heads) + 2 * c.head_dim * bool(c.qk_norm)
     if c.experts is None:
         mlp = 3 * c.hidden_size * c.intermediate_size
     else:

@@ -24,7 +24,7 @@ from minisgl.engine.runner import MIXERS
 from minisgl.kvcache import tree
 from minisgl.kvcache.snapshots import IdPool
 from minisgl.kvcache.store import StateStore
-from minisgl.models.weight import MODELS
+from minisgl.models import llama
 from minisgl.scheduler.budget import LoadBudget, Pace
 from minisgl.scheduler.check import check_idle
 from minisgl.scheduler.grammars import Grammars
@@ -34,7 +34,7 @@ from minisgl.settings.options import SchedulerConfig, build_config
 from support.fake_grammar import FakeCompiler, LateExecutor
 from support.late_device import LateDevice
 from support.tiny_model import VOCAB, write_tiny_model
-from support.toy_recurrence import ToyConfig
+from support.toy_recurrence import ToyConfig, ToyLayer
 
 pytestmark = pytest.mark.usefixtures("fixed_costs")
 
@@ -245,7 +245,7 @@ def test_state_of_a_recurrent_layer_follows_its_text(
     folder: Path, window: int | None, depth: int, options: dict[str, object], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Through chunks, prefix hits, preemption and slots that other rows had."""
-    monkeypatch.setitem(MODELS._entries, "Toy", _Entry("support.toy_recurrence:ToyForCausalLM", None))
+    monkeypatch.setattr(llama, "DecoderLayer", ToyLayer)
     monkeypatch.setitem(MIXERS._entries, "Decay", _Entry("support.toy_recurrence:DecayMixer", None))
     options = {"speculate": "off", **options}
     requests = make_requests(7)
@@ -261,7 +261,7 @@ def test_state_of_a_recurrent_layer_follows_its_text(
 
 
 def test_drafts_are_refused_where_they_could_not_be_taken_back(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setitem(MODELS._entries, "Toy", _Entry("support.toy_recurrence:ToyForCausalLM", None))
+    monkeypatch.setattr(llama, "DecoderLayer", ToyLayer)
     monkeypatch.setitem(MIXERS._entries, "Decay", _Entry("support.toy_recurrence:DecayMixer", None))
     with pytest.raises(ConfigError, match="--speculate: a rejected draft would stay in the recurrent state"):
         run(folder, CpuDevice(1), make_requests(1), recurs=True, speculate="ngram")

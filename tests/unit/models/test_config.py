@@ -67,7 +67,10 @@ def test_absent_fields_mean_what_transformers_assumes(name: str):
             ours = ModelConfig.from_hf(less)
         except ConfigError:
             continue  # not assumed here
-        full = type(theirs).from_dict(less).to_dict()
+        try:
+            full = type(theirs).from_dict(less).to_dict()
+        except ZeroDivisionError:  # of EXAONE 4 without windows
+            continue
         assert ours == ModelConfig.from_hf({**full, "architectures": raw["architectures"]}), key
 
 
@@ -124,7 +127,7 @@ def test_experts():
     ("changes", "message"),
     [
         ({"num_experts": None}, "num_local_experts=None"),
-        ({"num_local_experts": 5}, "num_experts=6 but num_local_experts=5"),
+        ({"num_local_experts": 5}, "num_local_experts=5 but num_experts=6"),
         ({"num_experts_per_tok": 7}, "7 is more than the 6 experts"),
         ({"num_experts_per_tok": None}, "num_experts_per_tok=None"),
         ({"moe_intermediate_size": None}, "moe_intermediate_size=None"),
@@ -306,7 +309,7 @@ def test_gemma3():
     assert old.windows == (16, 16, None, 16, 16, None, 16, 16)
     assert (old.rope.theta, old.rope.type, old.rope.factor) == (2e6, "linear", 8.0)
     assert (old.window_rope.theta, old.window_rope.type) == (7e3, "default")
-    assert old.attention_scale == 0.1 and old.activation == "gelu_tanh" and old.tie_word_embeddings and old.qk_norm
+    assert (old.attention_scale, old.activation, old.tie_word_embeddings) == (0.1, "gelu_tanh", True)
     ropes = {
         "full_attention": {"rope_type": "linear", "rope_theta": 2e6, "factor": 8.0},
         "sliding_attention": {"rope_type": "default", "rope_theta": 7e3},
