@@ -43,8 +43,9 @@ class Grammar(msgspec.Struct, frozen=True, omit_defaults=True):
     """The form that an answer must have.
 
     `text` is a JSON Schema, a regular expression, a JSON list of strings, a grammar in Lark's or GBNF's notation, or
-    the JSON of a `ToolCalls`. It constrains the answer after the first `after` (such as "</think>"). The answer may
-    also be `calls`, the JSON of a `ToolCalls`. `param` is the field that errors name.
+    the JSON of a `ToolCalls`. It constrains the answer after the first `after` (such as "</think>"), and after `lead`.
+    With `before`, what ends at `after` begins with it, or is left out. The answer may also be `calls`, the JSON of a
+    `ToolCalls`. `param` is the field that errors name.
     """
 
     kind: GrammarKind
@@ -52,6 +53,8 @@ class Grammar(msgspec.Struct, frozen=True, omit_defaults=True):
     after: str = ""
     param: str = "grammar"
     calls: str = ""
+    before: str = ""
+    lead: str = ""
 
     def __post_init__(self) -> None:
         if self.kind not in (kinds := get_args(GrammarKind)) or not isinstance(self.text, str):
@@ -59,18 +62,36 @@ class Grammar(msgspec.Struct, frozen=True, omit_defaults=True):
             raise RequestError(f"Grammar({self.kind!r:.40}, {self.text!r:.40}): {rule}", param="grammar")
 
 
+NUMBER, KEY = "\0", "\1"  # in the texts of `ToolCalls`: any number, and any name of an argument
+
+
+class CallItem(msgspec.Struct, frozen=True):
+    """One argument of a call that is not in JSON: `before`, the value, `after`.
+
+    The value follows a JSON Schema, is one of several texts, or is any text up to the tag in `after` (None). The
+    argument may be missing if its `count` is "?". If it is "*", all arguments are of these kinds.
+    """
+
+    before: str
+    value: dict[str, Any] | list[str] | None
+    after: str
+    count: str = ""
+
+
 class ToolCalls(msgspec.Struct, frozen=True):
     """An answer made of tool calls: `begin`, calls separated by `between` (None: only one call), `end`.
 
-    Each call is one of `calls`: text before the arguments, JSON Schema of the arguments, text after them. `markers` in
-    the texts are special tokens if the tokenizer has them.
+    Each call is one of `calls`: text before the arguments; the JSON Schema of the arguments, or the arguments one by
+    one, with `comma` between them; text after them. `markers` in the texts are special tokens if the tokenizer has
+    them.
     """
 
-    calls: list[tuple[str, dict[str, Any], str]]
+    calls: list[tuple[str, dict[str, Any] | list[CallItem], str]]
     begin: str = ""
     between: str | None = None
     end: str = ""
     markers: list[str] = []
+    comma: str = ""
 
 
 class _Checked(type(msgspec.Struct)):  # type: ignore[misc]

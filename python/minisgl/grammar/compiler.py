@@ -22,7 +22,7 @@ from llguidance import LLExecutor, LLMatcher, LLParserLimits, LLTokenizer, Token
 from tokenizers import Tokenizer
 
 from minisgl.core.errors import RequestError
-from minisgl.core.params import Grammar, ToolCalls
+from minisgl.core.params import KEY, NUMBER, CallItem, Grammar, ToolCalls
 from minisgl.core.rounding import ceil_div
 from minisgl.grammar.gbnf import gbnf_to_lark, is_gbnf
 from minisgl.grammar.schema import exact_schema
@@ -30,7 +30,7 @@ from minisgl.tokenizer.folder import load_tokenizer
 from minisgl.tokenizer.text import TokenBytes
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterable, Sequence
+    from collections.abc import Callable, Iterable, Mapping, Sequence
 
     from minisgl.core.plan import Ints
 
@@ -48,7 +48,7 @@ INVALID: Final = "invalid_grammar"
 _LARK_BLANK: Final = re.compile(r"^[ \t]*(?:(?:#|//).*)?$", re.MULTILINE)
 _LARK_PRIORITY: Final = re.compile(r"^([!?]*\w+)\.-?\d+(?=\s*[:\[])", re.MULTILINE)
 ANYTHING: Final = r"/(.|\n)*/"
-_JSON_TOKENS: Final = re.compile(r'"(?:[^"\\]|\\.)*"|[:,] |[{}\[\]]|[^"{}\[\]:,]+|.', re.DOTALL)
+_JSON_TOKENS: Final = re.compile(r'"(?:[^"\\]|\\.)*"|[:,] |[{}\[\]]|\n|[^"{}\[\]:,\n]+|.', re.DOTALL)
 # A mask is computed in the engine's loop. It may take MASK_S on average, with bursts of MASK_BURST_S.
 MASK_S: Final = 0.002
 MASK_BURST_S: Final = 0.04
@@ -137,37 +137,89 @@ class GrammarCompiler:
         if grammar.kind != "calls":
             bodies["text"] = _FORMS[grammar.kind](grammar.text)
         parts = [body | {"name": name} for name, body in bodies.items()]
-        if len(parts) > 1 or grammar.after:
-            rules = [f"start: {'after ' if grammar.after else ''}({' | '.join(f'@{name}' for name in bodies)})"]
-            end, token = json.dumps(grammar.after), self._vocabulary.special_ids.get(grammar.after)
-            if token is not None:
-                rules += [f"after: BEFORE <[{token}]>", f"BEFORE: {ANYTHING} & ~({ANYTHING} {end} {ANYTHING})"]
-            elif grammar.after:
-                rules.append(f"after[suffix={end}]: {ANYTHING}")
-            parts.insert(0, _lark(*rules) | {"name": "head"})
+        if len(parts) > 1 or grammar.after or grammar.lead:
+            rules = _Rules(self._vocabulary.special_ids)
+            lead = rules.literal(grammar.lead)
+            head = f"{rules.literal(grammar.before)} {rules.text_before(grammar.after)}" if grammar.after else ""
+            head = f"({head})?" if grammar.before else head
+            names = (f"{lead if name == 'text' else ''} @{name}" for name in bodies)
+            parts.insert(0, rules.body(f"{head} ({' | '.join(names)})") | {"name": "head"})
         return json.dumps({"grammars": parts})
 
     def _calls(self, text: str) -> _Body:
         calls = msgspec.json.decode(text, type=ToolCalls)
-        begin, between, end = (self._literal(t or "", calls.markers) for t in (calls.begin, calls.between, calls.end))
-        more = "" if calls.between is None else f"({between} call)*"
-        names = " | ".join(f"call_{i}" for i in range(len(calls.calls)))
-        rules = [f"start: {begin} call {more} {end}", f"call: {names}"]
-        for i, (before, schema, after) in enumerate(calls.calls):
-            head, tail = self._literal(before, calls.markers), self._literal(after, calls.markers)
-            rules.append(f"call_{i}: {head} %json {json.dumps(_schema(schema))} {tail}")
-        return _lark(*rules)
+        rules = _Rules(self._vocabulary.special_ids, calls.markers)
+        begin, between, end = (rules.literal(t or "") for t in (calls.begin, calls.between, calls.end))
+        names = []
+        for before, arguments, after in calls.calls:
+            value = _json(arguments) if isinstance(arguments, dict) else rules.items(arguments, calls.comma)
+            names.append(rules.rule(f"{rules.literal(before)} {value} {rules.literal(after)}"))
+        call = rules.rule(" | ".join(names))
+        return rules.body(f"{begin} {call} {'' if calls.between is None else f'({between} {call})*'} {end}")
 
-    def _literal(self, text: str, markers: Sequence[str]) -> str:
-        """Return `text` in Lark's notation, with those of `markers` that are special tokens as tokens.
 
-        The rest is cut as the library cuts JSON, since it cannot tell alternatives apart in the middle of a literal.
+class _Rules:
+    """Writes rules in Lark's notation, with special tokens as tokens.
+
+    `markers` are the texts that may be special tokens, and no part of free text; None: all special tokens.
+    """
+
+    def __init__(self, special_ids: Mapping[str, int], markers: Sequence[str] | None = None) -> None:
+        self._ids = {m: special_ids[m] for m in (special_ids if markers is None else markers) if m in special_ids}
+        self._texts = [m for m in markers or () if m not in self._ids]
+        self._rules: list[str] = []
+
+    def body(self, start: str) -> _Body:
+        """Return the grammar that begins with `start`."""
+        return _lark(f"start: {start}", *self._rules)
+
+    def rule(self, definition: str, attributes: str = "", prefix: str = "rule") -> str:
+        """Add a rule, or a terminal if `prefix` is in capitals; return its name."""
+        name = f"{prefix}_{len(self._rules)}"
+        self._rules.append(f"{name}{attributes}: {definition}")
+        return name
+
+    def literal(self, text: str) -> str:
+        """Return `text` in Lark's notation.
+
+        It is cut as the library cuts JSON, since it cannot tell alternatives apart in the middle of a literal.
         """
-        special = self._vocabulary.special_ids
-        ids = {marker: special[marker] for marker in markers if marker in special}
-        parts = re.split(f"({'|'.join(map(re.escape, ids))})", text) if ids else [text]
-        words = [[f"<[{ids[p]}]>"] if p in ids else map(json.dumps, _JSON_TOKENS.findall(p)) for p in parts]
+        patterns = {NUMBER: "/[0-9]+/", KEY: r"/[\w.-]+/"} | {marker: f"<[{i}]>" for marker, i in self._ids.items()}
+        parts = re.split(f"({'|'.join(map(re.escape, patterns))})", text)
+        words = [[patterns[p]] if p in patterns else map(json.dumps, _JSON_TOKENS.findall(p)) for p in parts]
         return " ".join(itertools.chain(*words))
+
+    def text_before(self, end: str) -> str:
+        """Return any text up to the first `end`, and that. `end` may begin with a special token, which no text has."""
+        token = next((marker for marker in self._ids if end.startswith(marker)), None)
+        others = {token or end, *self._texts} - {end if token is None else ""}
+        without = " | ".join(map(json.dumps, sorted(others)))
+        text = self.rule(f"{ANYTHING} & ~({ANYTHING} ({without}) {ANYTHING})" if without else ANYTHING, prefix="TEXT")
+        if token is None:
+            return self.rule(text, f"[suffix={json.dumps(end)}]")
+        return f"{text} {self.literal(end)}"
+
+    def items(self, items: Sequence[CallItem], comma: str) -> str:
+        """Return the arguments of a call one by one. With a `comma`, those that may be missing are last."""
+        names, between = [self._item(item) for item in items], self.literal(comma)
+        if any(item.count == "*" for item in items):
+            either = f"({' | '.join(names)})"
+            return f"({either} ({between} {either})*)?"
+        if not comma:
+            return " ".join(f"{name}{item.count}" for name, item in zip(names, items, strict=True))
+        more = [f"({between} {name}){item.count}" for name, item in zip(names, items, strict=True)]
+        firsts = [" ".join([name, *more[i + 1 :]]) for i, name in enumerate(names)]
+        if items and not items[0].count:
+            return firsts[0]
+        return f"({' | '.join(firsts)})?" if firsts else ""
+
+    def _item(self, item: CallItem) -> str:
+        before = self.literal(item.before)
+        if item.value is None:
+            tag, bracket, rest = item.after.lstrip().partition(">")
+            return self.rule(f"{before} {self.text_before(tag + bracket)} {self.literal(rest)}")
+        value = _json(item.value) if isinstance(item.value, dict) else " | ".join(map(self.literal, item.value))
+        return self.rule(f"{before} ({value}) {self.literal(item.after)}")
 
 
 class TokenMatcher:
@@ -270,6 +322,10 @@ class TokenMatcher:
 
 def _lark(*rules: str) -> _Body:
     return {"lark_grammar": "\n".join(rules)}
+
+
+def _json(schema: dict[str, Any]) -> str:
+    return f"%json {json.dumps(_schema(schema))}"
 
 
 def _schema(schema: Any) -> dict[str, Any]:

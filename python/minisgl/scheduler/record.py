@@ -261,7 +261,9 @@ class TokenHasher:
         if params.stop_token_ids:  # which end the request, but may be anywhere in a prompt
             self._stops[msg.uid] = params.stop_token_ids
         salt = str(zlib.crc32(params.cache_salt.encode(), int(self._key[0]) >> 32)) if params.cache_salt else ""
-        grammar = None if params.grammar is None else msgspec.structs.replace(params.grammar, text="", after="")
+        grammar = (
+            None if params.grammar is None else msgspec.structs.replace(params.grammar, text="", after="", calls="")
+        )
         params = msgspec.structs.replace(params, stop=(), cache_salt=salt, grammar=grammar)
         return msgspec.structs.replace(msg, input_ids=hidden, sampling_params=params)
 

@@ -476,17 +476,39 @@ class ServerArgs(Settings):
     tool_call_parser: str = option(
         "auto",
         "format of the model's tool calls; auto = detected from the chat template",
-        choices=("auto", "none", "hermes", "mistral", "deepseek", "phi4", "granite", "lfm2", "llama3", "pythonic"),
-        words=dict.fromkeys(("qwen", "qwen25", "qwen3_coder", "glm45", "glm47"), "hermes")
-        | dict.fromkeys(("deepseek_v3", "deepseek_v31", "deepseekv3", "deepseekv31"), "deepseek")
+        choices=(
+            *("auto", "none", "harmony", "seed_oss", "qwen3_coder", "glm47", "glm45", "minimax_m2", "hermes"),
+            *("mistral_v11", "mistral", "kimi_k2", "deepseek_v31", "deepseek", "gemma4", "functiongemma", "command"),
+            *("olmo3", "hunyuan", "phi4", "granite", "lfm2", "llama3", "pythonic"),
+        ),
+        words=dict.fromkeys(("openai", "gpt-oss"), "harmony")
+        | dict.fromkeys(("qwen", "qwen25", "granite4"), "hermes")
+        | dict.fromkeys(("qwen3_xml", "step3p5", "mimo"), "qwen3_coder")
+        | dict.fromkeys(("glm", "poolside_v1"), "glm45")
+        | dict.fromkeys(("deepseek_v3", "deepseekv3"), "deepseek")
         | dict.fromkeys(("llama3_json", "llama4_json"), "llama3")
-        | {"phi4_mini_json": "phi4", "llama4_pythonic": "pythonic", "xlam": "pythonic"},
+        | dict.fromkeys(("llama4_pythonic", "xlam"), "pythonic")
+        | dict.fromkeys(("cohere_command3", "cohere_command4"), "command")
+        | dict.fromkeys(("hunyuan_a13b", "jamba"), "hunyuan")
+        | {"minimax-m2": "minimax_m2", "deepseekv31": "deepseek_v31", "phi4_mini_json": "phi4"}
+        | {"granite-20b-fc": "granite"},
     )
     reasoning_parser: str = option(
         "auto",
         "format of the model's reasoning; auto = detected from the chat template",
-        choices=("auto", "none", "think", "deepseek_r1"),
-        words={"deepseek-r1": "deepseek_r1", "qwen3": "think", "qwen3-thinking": "think"},
+        choices=(
+            *("auto", "none", "harmony", "think", "deepseek_r1", "seed_oss", "mistral", "gemma4", "command", "kimi"),
+            "granite",
+        ),
+        words={"deepseek-r1": "deepseek_r1"}
+        | dict.fromkeys(("openai_gptoss", "gpt-oss"), "harmony")
+        | dict.fromkeys(
+            ("qwen3", "qwen3-thinking", "glm45", "glm47", "minimax_m2", "minimax", "kimi_k2", "olmo3"), "think"
+        )
+        | dict.fromkeys(("deepseek_v3", "deepseek-v3", "hunyuan_a13b", "hunyuan", "nemotron_v3", "nemotron_3"), "think")
+        | dict.fromkeys(("holo2", "mimo", "poolside_v1", "interns1", "ernie45"), "think")
+        | dict.fromkeys(("step3", "step3p5"), "deepseek_r1")
+        | dict.fromkeys(("cohere_command3", "cohere_command4"), "command"),
     )
     run_dir: str = ""  # the private folder of the ipc sockets, made at the start; not an option
     incarnation: int = 0  # the number of a replica's run, over all replicas; not an option

@@ -16,11 +16,14 @@ import numpy as np
 import pytest
 from tokenizers import AddedToken, Tokenizer
 
+from minisgl.api.parsers.channels import ChannelParser
+from minisgl.api.parsers.forms import TOOL_FORMS, ToolForm
 from minisgl.api.parsers.pieces import ParsedCall
-from minisgl.api.parsers.tools import TOOL_FORMS, ToolForm, ToolParser
+from minisgl.api.parsers.reasoning import REASONING_FORMS
+from minisgl.api.parsers.tools import ToolParser
 from minisgl.checkpoint.hf import BUILTIN_MODEL
 from minisgl.core.errors import RequestError
-from minisgl.core.params import Grammar, GrammarKind, Limits, SamplingParams, validate_sampling
+from minisgl.core.params import NUMBER, Grammar, GrammarKind, Limits, SamplingParams, validate_sampling
 from minisgl.grammar.compiler import GrammarCompiler, TokenMatcher
 from minisgl.tokenizer.detokenize import DetokenizeManager
 from minisgl.tokenizer.folder import load_tokenizer
@@ -294,16 +297,36 @@ FUNCTIONS: list[dict[str, Any]] = [
 
 def written(form: ToolForm, *calls: tuple[str, str]) -> str:
     """Calls as the grammar of the form wants them."""
-    texts = [form.call.replace("$name", name).replace("$arguments", arguments) for name, arguments in calls]
-    value = form.begin + form.between.join(texts) + form.end
+    texts = []
+    for i, (name, given) in enumerate(calls):
+        items = [_item(form, key, value) for key, value in json.loads(given).items()]
+        text = (form.native or form.call).replace("$name", name).replace(NUMBER, str(i))
+        texts.append(text.replace("$arguments", form.comma.join(items) if form.native else given))
+    value = form.begin + (form.between or "").join(texts) + form.end
     return value if form.is_bare else form.open[0] + value + "".join(form.close[-1:])
+
+
+def _item(form: ToolForm, key: str, value: Any) -> str:
+    is_text = isinstance(value, str) and form.text_item
+    shown = value if is_text else json.dumps(value)
+    return (form.text_item if is_text else form.item).replace("$key", key).replace("$value", shown)
+
+
+def parsed(form: ToolForm, text: str, tools: dict[str, Any]) -> list[Any]:
+    """The calls in `text`, with compact arguments, and other pieces as they are."""
+    harmony = form is TOOL_FORMS["harmony"]
+    parser = ChannelParser(tools) if harmony else ToolParser(form, tools)
+    pieces = parser.feed(text) + parser.flush()
+    return [(p.name, json.loads(p.arguments)) if isinstance(p, ParsedCall) else p for p in pieces]
 
 
 @pytest.fixture(scope="module")
 def special(tmp_path_factory: pytest.TempPathFactory) -> GrammarCompiler:
     """A compiler whose tokenizer has the markers of all forms as special tokens."""
     tokenizer = load_tokenizer(BUILTIN_MODEL)
-    markers = sorted({"</think>", "<other>"}.union(*(form.markers for form in TOOL_FORMS.values())))
+    markers = sorted(
+        {"</think>", "<other>"}.union(*(form.markers for form in (*TOOL_FORMS.values(), *REASONING_FORMS.values())))
+    )
     tokenizer.add_special_tokens([AddedToken(marker, special=True) for marker in markers])
     tokenizer.save(str((folder := tmp_path_factory.mktemp("special")) / "tokenizer.json"))
     compiler = GrammarCompiler(folder, VOCAB, frozenset({EOS}))
@@ -329,19 +352,18 @@ def test_calls_follow_their_form(name: str, is_special: bool, special: GrammarCo
     for is_single in (False, True):
         forced = Grammar("calls", form.calls(FUNCTIONS, is_single))
         assert takes(forced, one)
-        assert takes(forced, two) != is_single
-        wrong = "Hello", one.replace("Paris", "Paris\n"), one.replace("city", "town"), one.replace("get_w", "get_h")
+        assert takes(forced, two) != (is_single or form.between is None)
+        wrong = "Hello", one[:-2], one.replace("city", "town"), one.replace("get_w", "get_h")
         assert not any(takes(forced, text) for text in wrong)
         after = msgspec.structs.replace(forced, after="</think>")
         assert takes(after, "I could {<tool</think>" + one)
         assert not takes(after, one)
-    for text, calls in ((one, [PARIS]), (two, [PARIS, ODD])):
+    for text, calls in ((one, [PARIS]), (two, [PARIS, ODD]))[: 1 if form.between is None else 2]:
         ids = tokenizer.encode(text, add_special_tokens=False).ids
-        params = SamplingParams(shown_tokens=tuple(form.markers))
+        params = SamplingParams(shown_tokens=tuple(form.markers | REASONING_FORMS["harmony"].markers))
         shown = DetokenizeManager(tokenizer).decode(ids, params, [])
-        parser = ToolParser(form, {"get_weather": {}, "odd.name": {}})
-        pieces = parser.feed(shown) + parser.flush()
-        assert [(p.name, p.arguments) if isinstance(p, ParsedCall) else p for p in pieces] == calls
+        expected = [(name, json.loads(arguments)) for name, arguments in calls]
+        assert parsed(form, shown, {"get_weather": {}, "odd.name": {}}) == expected
 
 
 @pytest.mark.parametrize(
@@ -367,7 +389,8 @@ def test_an_answer_is_a_call_or_follows_the_grammar(
     grammar = Grammar(kind, text, calls=form.calls(FUNCTIONS, False, is_exact=False))
     for after in ("", "</think>"):
         either = msgspec.structs.replace(grammar, after=after)
-        allowed = [good, written(form, PARIS), written(form, ("get_weather", '{"town": {}}'), ODD)]
+        town = ("get_weather", '{"town": {}}')
+        allowed = [good, written(form, PARIS), written(form, town, *([] if form.between is None else [ODD]))]
         assert [accepts(compiler.compile(either, False), after + t, tokenizer) for t in allowed] == [True] * 3
         refused = [bad, "Hello", written(form, ("get_time", "{}")).replace('"param', "{param")]  # not JSON, either
         assert [accepts(compiler.compile(either, False), after + t, tokenizer) for t in refused] == [False] * 3

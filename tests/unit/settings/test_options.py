@@ -108,7 +108,7 @@ def test_every_spelling_of_the_help_is_understood(option: Any, tmp_path: Path) -
         ({"attn": "fa,flashinfer"}, "attention_backend", "fa3,fi"),
         ({"tool_call_parser": "qwen25"}, "tool_call_parser", "hermes"),
         ({"reasoning_parser": "deepseek-r1"}, "reasoning_parser", "deepseek_r1"),
-        ({"tool_call_parser": "qwen3_coder"}, "tool_call_parser", "hermes"),
+        ({"tool_call_parser": "openai"}, "tool_call_parser", "harmony"),
         ({"served_model_name": ["a", "b"]}, "served_model_name", "a,b"),
         ({"allowed_origins": '["https://a.example"]'}, "allowed_origins", "https://a.example"),
         ({"default_chat_template_kwargs": {"x": 1}}, "default_chat_template_kwargs", '{"x": 1}'),

@@ -10,9 +10,11 @@ from typing import Any, Final, Literal
 
 import msgspec
 
+from minisgl.api.parsers.channels import ChannelParser
+from minisgl.api.parsers.forms import HARMONY, TOOL_FORMS, ToolForm
 from minisgl.api.parsers.pieces import Content, ParsedCall, Parser, Piece, Reasoning
 from minisgl.api.parsers.reasoning import REASONING_FORMS, ReasoningForm, ReasoningParser
-from minisgl.api.parsers.tools import TOOL_FORMS, ToolForm, ToolParser
+from minisgl.api.parsers.tools import ToolParser
 from minisgl.api.protocol import ChatCompletionRequest
 from minisgl.api.structured import forced_functions
 from minisgl.core.errors import RequestError, unsupported
@@ -41,7 +43,7 @@ class OutputParser:
 
     def __init__(
         self,
-        reasoning: ReasoningParser | None = None,
+        reasoning: ReasoningParser | ChannelParser | None = None,
         tools: ToolParser | None = None,
         customs: frozenset[str] = frozenset(),
         hides_reasoning: bool = False,
@@ -119,12 +121,19 @@ def _with_text(call: ParsedCall) -> ParsedCall:
 
 
 def parser_names(template: ChatTemplate, tool_parser: str, reasoning_parser: str) -> tuple[str, str]:
-    """Return the names of the parsers of tool calls and reasoning: "auto" is detected from `template`, or "none"."""
+    """Return the names of the parsers of tool calls and reasoning: "auto" is detected from `template`, or "none".
+
+    Of a form with variants, the variant of `template` is returned. Channels are read by both parsers or by none.
+    """
+    source = template.source
+    signed = {name: form for name, form in TOOL_FORMS.items() if re.search(form.sign, source)}
     if tool_parser == "auto":
-        tool_parser = next((n for n, form in TOOL_FORMS.items() if re.search(form.sign, template.source)), "none")
+        tool_parser = next(iter(signed), "none")
+    tool_parser = next((name for name, form in signed.items() if form.variant_of == tool_parser), tool_parser)
     if reasoning_parser == "auto":
-        reasoning_parser = next((n for n, form in REASONING_FORMS.items() if form.close in template.source), "none")
-    return tool_parser, reasoning_parser
+        signs = {name: form.sign or form.close for name, form in REASONING_FORMS.items()}
+        reasoning_parser = next((name for name, sign in signs.items() if sign in source), "none")
+    return tool_parser, HARMONY if tool_parser == HARMONY else reasoning_parser
 
 
 @dataclass(frozen=True)
@@ -168,22 +177,26 @@ class OutputForms:
         grammar = self._grammar(request, params.grammar)
         if grammar is not None and reasoning is not None and is_opened:
             grammar = msgspec.structs.replace(grammar, after=reasoning.close)
-        markers = frozenset(tools.markers if tools else ()).union(
-            (reasoning.open, reasoning.close) if reasoning else ()
-        )
+        elif grammar is not None and reasoning is not None and reasoning.lead and message.add_generation_prompt:
+            around = {"before": reasoning.open, "after": reasoning.close, "lead": reasoning.lead}
+            grammar = msgspec.structs.replace(grammar, **around)
+        markers = frozenset().union(*(form.markers for form in (tools, reasoning) if form))
         params = msgspec.structs.replace(params, grammar=grammar, shown_tokens=tuple(sorted(markers)))
         message = msgspec.structs.replace(message, sampling_params=params)
         schemas = {tool["function"]["name"]: tool["function"].get("parameters") for tool in message.tools or ()}
         only_first = request.parallel_tool_calls is False
         hides = request.include_reasoning is False or bool(request.reasoning and request.reasoning.exclude)
 
+        def calls() -> ToolParser | None:
+            return ToolParser(tools, schemas, only_first) if tools else None
+
         def new() -> OutputParser:
-            return OutputParser(
-                ReasoningParser(reasoning, is_opened, tools) if reasoning else None,
-                ToolParser(tools, schemas, only_first) if tools else None,
-                customs,
-                hides,
-            )
+            if reasoning is not None and reasoning.lead:
+                reads_calls = tools is TOOL_FORMS[HARMONY]
+                channels = ChannelParser(schemas if reads_calls else None, only_first)
+                return OutputParser(channels, None if reads_calls else calls(), customs, hides)
+            thoughts = ReasoningParser(reasoning, is_opened, tools) if reasoning else None
+            return OutputParser(thoughts, calls(), customs, hides)
 
         return message, new
 

@@ -12,6 +12,7 @@ from typing import Final
 
 import msgspec
 
+MAX_HEAD_CHARS: Final = 256  # between a marker and the value; in which a value without a marker must name its tool
 STRIDE: Final = 512  # characters per read, so that a long text is not copied at every marker
 # What a scanner looks for, by the quote of the string that it is inside, after a backslash if there was one.
 _ANY: Final = re.compile(".", re.DOTALL)

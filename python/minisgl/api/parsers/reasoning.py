@@ -5,29 +5,50 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Final
 
+from minisgl.api.parsers.forms import HARMONY, MARKER, ToolForm
 from minisgl.api.parsers.pieces import Content, Parser, Piece, Reasoning, split_at
-from minisgl.api.parsers.tools import ToolForm
 
 
 @dataclass(frozen=True)
 class ReasoningForm:
     """The tags around a model's reasoning, which precedes the answer.
 
-    `starts_open`: the model reasons without an opening tag, unless the prompt has the closing one.
+    A chat template of the family has `sign`, or else the closing tag. `starts_open`: the model reasons without an
+    opening tag, unless the prompt has the closing one. `lead` stands before every answer (channels.py).
     """
 
     open: str
     close: str
     starts_open: bool = False
+    sign: str = ""
+    lead: str = ""
+
+    @property
+    def markers(self) -> frozenset[str]:
+        """All texts of the form that may be special tokens, which the detokenizer would hide."""
+        return frozenset(MARKER.findall(self.open + self.close + self.lead))
 
     def is_open(self, text: str) -> bool:
         """Return whether `text` (a prompt, or the beginning of an answer) ends inside the reasoning."""
         return text.rfind(self.open) + self.starts_open > text.rfind(self.close)
 
 
+# By the name of the parser. A template has the first form whose sign it has.
 REASONING_FORMS: Final = {
+    HARMONY: ReasoningForm(
+        "<|channel|>analysis<|message|>",
+        "<|end|><|start|>assistant",
+        sign="<|channel|>analysis",
+        lead="<|channel|>final<|message|>",
+    ),
     "think": ReasoningForm("<think>", "</think>"),
     "deepseek_r1": ReasoningForm("<think>", "</think>", starts_open=True),
+    "seed_oss": ReasoningForm("<seed:think>", "</seed:think>"),
+    "mistral": ReasoningForm("[THINK]", "[/THINK]"),
+    "gemma4": ReasoningForm("<|channel>thought\n", "<channel|>"),
+    "command": ReasoningForm("<|START_THINKING|>", "<|END_THINKING|>"),
+    "kimi": ReasoningForm("◁think▷", "◁/think▷"),
+    "granite": ReasoningForm("Here is my thought process:", "Here is my response:"),
 }
 
 

@@ -1,119 +1,17 @@
-"""Tool calls in generated text: the forms in which model families write them, and one parser for all."""
+"""Tool calls in generated text: one parser for all forms."""
 
 from __future__ import annotations
 
-import json
 import re
-import secrets
-import string
-from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from collections.abc import Mapping
 from typing import Any, Final
 
-from minisgl.api.parsers.pieces import Content, ParsedCall, Parser, Piece, ValueScanner, split_at
-from minisgl.api.parsers.values import read_calls
-from minisgl.api.structured import json_text
-from minisgl.core.params import ToolCalls
+from minisgl.api.parsers.forms import JSON, PYTHON, Body, ToolForm
+from minisgl.api.parsers.pieces import MAX_HEAD_CHARS, Content, ParsedCall, Parser, Piece, ValueScanner, split_at
+from minisgl.api.parsers.values import NAME, read_calls
 
-MAX_HEAD_CHARS: Final = 256  # between a marker and the value; in which a value without a marker must name its tool
-# Between a marker and the value: the name of the function, or nothing. The value is JSON, a list, or text with tags.
-_HEAD: Final = re.compile(
-    r"""\s*(?:<｜tool▁call▁begin｜>\s*)?(?:function<｜tool▁sep｜>)?
-    (?: (?P<name>[\w.-]+)(?:\[CALL_ID\]\w+)?(?:\[ARGS\]|<｜tool▁sep｜>)?\s*(?:```json\s*)?(?=\{)
-      | (?:```(?:json)?\s*)?(?=[{\[])
-      | (?=<function=)
-      | (?=[\w.-]+\s*</?(?:arg_key|tool_call)>) )""",
-    re.VERBOSE,
-)
 _JUNK: Final = " \t\r\n;,`}])"  # between calls, and what models write too much after one
-_MARKERS: Final = re.compile(r"<[^<>\s]+>|\[[A-Z_]+\]")
-
-
-def _openai_id() -> str:
-    return f"call_{secrets.token_hex(12)}"
-
-
-def _mistral_id() -> str:
-    # Mistral's templates refuse any other form of id when the call is part of the conversation.
-    return "".join(secrets.choice(string.ascii_letters + string.digits) for _ in range(9))
-
-
-@dataclass(frozen=True)
-class ToolForm:
-    """The form of a model family's calls: a marker of `open`, a value, and markers of `close`, which may be absent.
-
-    All forms share the reader of values (`values.py`). `sign` is a regular expression that finds the family by its chat
-    template. A grammar enforces calls like `call`, with "$name" and "$arguments": the first marker of `open` (if not
-    `is_bare`), `begin`, calls with `between` between them, `end`, the last marker of `close`.
-
-    `is_bare`: a value at the start of the answer is a call without a marker, if it names an offered tool.
-    """
-
-    sign: str
-    open: tuple[str, ...]
-    close: tuple[str, ...] = ()
-    call: str = '{"name": "$name", "arguments": $arguments}'
-    begin: str = "["
-    between: str = ", "
-    end: str = "]"
-    is_bare: bool = False
-    new_id: Callable[[], str] = _openai_id
-
-    @property
-    def markers(self) -> frozenset[str]:
-        """All texts of the form that may be special tokens, which the detokenizer would hide."""
-        return frozenset((*self.open, *self.close, *_MARKERS.findall(self.call)))
-
-    def calls(self, functions: list[dict[str, Any]], is_single: bool, is_exact: bool = True) -> str:
-        """Return the JSON of the `ToolCalls` to `functions`: one call (`is_single`), or more.
-
-        With `is_exact`, arguments follow the function's `parameters`; else they are any object.
-        """
-        calls = []
-        for function in functions:
-            schema = (is_exact and function.get("parameters")) or {"type": "object"}
-            before, after = self.call.split("$arguments")
-            name = json.dumps(function["name"], ensure_ascii=False)[1:-1]
-            calls.append((before.replace("$name", name), schema, after))
-        begin, end = (("",), ("",)) if self.is_bare else (self.open, self.close or ("",))
-        between = None if is_single else self.between
-        whole = ToolCalls(calls, begin[0] + self.begin, between, self.end + end[-1], sorted(self.markers))
-        return json_text(whole, "tools")
-
-
-TOOL_FORMS: Final = {
-    "hermes": ToolForm(
-        "<tool_call>",
-        ("<tool_call>", "<function="),
-        ("</function>", "</tool_call>"),
-        begin="\n",
-        between="\n</tool_call>\n<tool_call>\n",
-        end="\n",
-    ),
-    "mistral": ToolForm(r"\[TOOL_CALLS\]", ("[TOOL_CALLS]",), new_id=_mistral_id),
-    "deepseek": ToolForm(
-        "<｜tool▁call▁begin｜>",
-        ("<｜tool▁calls▁begin｜>", "<｜tool▁call▁begin｜>"),
-        ("<｜tool▁call▁end｜>", "<｜tool▁calls▁end｜>"),
-        "<｜tool▁call▁begin｜>function<｜tool▁sep｜>$name\n```json\n$arguments\n```<｜tool▁call▁end｜>",
-        begin="",
-        between="\n",
-        end="",
-    ),
-    "phi4": ToolForm(r"<\|tool\|>", ("<|tool_call|>", "functools"), ("<|/tool_call|>",)),
-    "granite": ToolForm(r"<\|tool_call\|>", ("<|tool_call|>",)),
-    "lfm2": ToolForm(r"<\|tool_list_start\|>", ("<|tool_call_start|>",), ("<|tool_call_end|>",)),
-    "llama3": ToolForm(
-        r"<\|python_tag\|>|<\|start_header_id\|>ipython|Environment: ipython",
-        ("<|python_tag|>",),
-        call='{"name": "$name", "parameters": $arguments}',
-        begin="",
-        between="; ",
-        end="",
-        is_bare=True,
-    ),
-    "pythonic": ToolForm(r"\[func_?name1?\(", ("<|python_start|>",), ("<|python_end|>",), is_bare=True),
-}
+_NAME: Final = re.compile(NAME)
 
 
 class ToolParser(Parser):
@@ -124,6 +22,7 @@ class ToolParser(Parser):
 
     The states: `_at_start` if a call may have no marker, `_in_text` before a marker, `_in_head` between the marker and
     the value, `_in_value`, `_in_tail` after a call, where closing markers are dropped and another value may follow.
+    A call has the id that the model wrote, if it wrote one that is new, or else one of the form.
     """
 
     def __init__(self, form: ToolForm, tools: Mapping[str, Any], only_first: bool = False) -> None:
@@ -136,17 +35,27 @@ class ToolParser(Parser):
         # What precedes a value, and its parts; or what follows a call. Content if it is not a call.
         self._raw: list[str] = []
         self._size = 0  # characters of the value
+        self._heads = [(body, re.compile(rf"\s*{body.head}")) for body in form.bodies]
+        self._body: Body = JSON
         self._name: str | None = None
+        self._id: str | None = None
+        self._ids: set[str] = set()
         self._is_marked = False
         self._scanner = ValueScanner()
-        self._end = ""  # the marker that ends a value with tags; "": the scanner finds the end
+        self._is_closed = False  # whether a closing marker has followed the last call
         self._calls = 0
         self._has_content = False
 
     def flush(self) -> list[Piece]:
         pieces: list[Piece] = []
         if self._state == self._in_tail:
+            if not any(marker.startswith(self._held) for marker in (*self._form.close, *self._form.open)):
+                self._show(self._held, pieces)
             return pieces
+        if self._state == self._in_value and self._body.is_bare:  # whose brackets tell whether it is complete
+            self._raw.append(self._held)
+            self._held = ""
+            self._end_value(pieces)
         while self._state == self._in_head and self._held:  # no call begins at the marker, but one may after it
             rest, self._held = self._reject(pieces, self._held), ""
             pieces += self.feed(rest)
@@ -174,7 +83,7 @@ class ToolParser(Parser):
         return ""
 
     def _begin(self, rest: str, marker: str = "") -> str:
-        is_part = marker == "<function="  # of the value
+        is_part = any(body.tags is not None and body.tags.begin == marker for body in self._form.bodies)  # of the value
         self._raw = [] if is_part else [marker]
         self._is_marked = marker != ""
         self._size = 0
@@ -184,22 +93,22 @@ class ToolParser(Parser):
 
     def _in_head(self, text: str, pieces: list[Piece]) -> str:
         """Consume what precedes the value. If no value begins soon, the marker is content, and `text` is read again."""
-        head = _HEAD.match(text[:MAX_HEAD_CHARS])
+        matches = ((body, head.match(text, 0, MAX_HEAD_CHARS)) for body, head in self._heads)
+        self._body, head = next((found for found in matches if found[1] is not None), (JSON, None))
         if head is None:
             if len(text) >= MAX_HEAD_CHARS:
                 return self._reject(pieces, text)
             self._held = text
             return ""
-        self._name = head["name"]
-        value = text[head.end() :]
-        self._end = "" if value[0] in "{[" else "</function>" if value[0] == "<" else "</tool_call>"
+        groups = head.groupdict()
+        self._name, self._id = groups.get("name"), groups.get("id")
         self._raw = ["".join(self._raw) + head[0]]
         self._state = self._in_value
-        return value
+        return text[head.end() :]
 
     def _in_value(self, text: str, pieces: list[Piece]) -> str:
-        if self._end:
-            before, marker, rest = split_at(text, self._end)
+        if self._body.end:
+            before, marker, rest = split_at(text, self._body.end)
             part, is_complete = before + marker, marker != ""
             self._held = "" if is_complete else rest
         else:
@@ -218,15 +127,21 @@ class ToolParser(Parser):
 
     def _end_value(self, pieces: list[Piece]) -> None:
         """Emit the calls in the value. If it has none, everything since the marker is content."""
-        calls = read_calls("".join(self._raw[1:]), self._name, self._tools)
+        body = self._body
+        text = "".join(self._raw[1:]).removesuffix(body.end)
+        calls = read_calls(text, self._name, self._tools, body.tags, body.is_bare)
         if not calls or (not self._is_marked and any(name not in self._tools for name, _ in calls)):
             self._reject(pieces)
             return
         for name, arguments in calls:
             if not (self._only_first and self._calls):
-                pieces.append(ParsedCall(self._form.new_id(), name, arguments))
+                written = "" if self._id in self._ids else self._id
+                call = ParsedCall(written or self._form.new_id(), name, arguments)
+                self._ids.add(call.id)
+                pieces.append(call)
             self._calls += 1
         self._state = self._in_tail
+        self._is_closed = False
         self._raw = []
 
     def _in_tail(self, text: str, pieces: list[Piece]) -> str:
@@ -235,12 +150,17 @@ class ToolParser(Parser):
         marker = next((m for m in self._form.close if rest.startswith(m)), "")
         if marker:
             self._raw = []
+            self._is_closed = True
             return rest[len(marker) :]
         if not rest or any(m != rest and m.startswith(rest) for m in (*self._form.close, *self._form.open)):
             self._held = rest
             return ""
+        name = None if self._is_closed or self._body is not PYTHON else _NAME.match(rest, 0, MAX_HEAD_CHARS)
+        if name and len(rest) == name.end() < MAX_HEAD_CHARS:
+            self._held = rest
+            return ""
         self._space += self._raw
-        if rest[0] in "{[" and not rest.startswith(self._form.open):
+        if (rest[0] in "{[" and not rest.startswith(self._form.open)) or (name and rest.startswith("(", name.end())):
             return self._begin(rest)
         self._raw = []
         self._state = self._in_text

@@ -1,46 +1,76 @@
-"""Reads the calls in the value of a tool call: JSON, a list in Python, or text with tags."""
+"""Reads the calls in the value of a tool call: JSON, Python, text with tags, or JSON with bare names."""
 
 from __future__ import annotations
 
 import ast
+import contextlib
 import json
 import re
 from collections.abc import Mapping
+from dataclasses import dataclass
 from functools import reduce
-from typing import Annotated, Any, Final
+from typing import Any, Final
 
 import msgspec
 
 Call = tuple[str, str]  # name, arguments as a JSON object
+NAME: Final = r"[\w./:-]+"  # of a function
 MAX_PARTS: Final = 256  # of a schema that are searched for types
 MAX_PYTHON_CHARS: Final = 64 * 1024  # its syntax tree is 100 times as large
 _ERRORS: Final = (msgspec.MsgspecError, ValueError, TypeError, AttributeError, SyntaxError, RecursionError, MemoryError)
 _TYPES: Final = {str: "string", bool: "boolean", int: "integer", float: "number", list: "array", dict: "object"}
 _PYTHON_NAMES: Final = {"True": "true", "False": "false", "None": "null"}
 _ESCAPE: Final = re.compile(r"\\(?:[\\'\"abfnrtvxuUN0-7\n]|(.))", re.DOTALL)  # Python warns of the second kind
+_PYTHON_PART: Final = re.compile(r"""'(?:[^'\\]|\\.)*'|"(?:[^"\\]|\\.)*"|[\[{(]|[\]})]|,""", re.DOTALL)
+_PYTHON_CALL: Final = re.compile(rf"\s*({NAME})\s*\((.*)\)\s*", re.DOTALL)
+_PYTHON_ARGUMENT: Final = re.compile(r"\s*([\w.$-]+)\s*=(.*)", re.DOTALL)
+_BARE: Final = re.compile(
+    r"""(?P<quote><\|"\|>|<escape>)(?P<text>.*?)(?P=quote)|"(?:[^"\\]|\\.)*"|(?P<bare>[^\s{}\[\],:"][^{}\[\],:]*)""",
+    re.DOTALL,
+)
 
 
 class _WrittenCall(msgspec.Struct):
-    name: Annotated[str, msgspec.Meta(min_length=1)]
+    name: str = ""
+    tool_name: str = ""
     arguments: msgspec.Raw = msgspec.Raw()
     parameters: msgspec.Raw = msgspec.Raw()
 
 
-def read_calls(text: str, name: str | None, schemas: Mapping[str, Any]) -> list[Call]:
+@dataclass(frozen=True)
+class Tags:
+    """The tags of a call: around its name, the names of its arguments, and their values.
+
+    `pad` stands on both sides of a value. A value without `close` ends at the next argument.
+    """
+
+    begin: str
+    named: str
+    key: str
+    value: str
+    close: str
+    pad: str = ""
+
+
+def read_calls(
+    text: str, name: str | None, schemas: Mapping[str, Any], tags: Tags | None = None, is_bare: bool = False
+) -> list[Call]:
     """Return the calls in `text`; [] for any other text. With `name`, `text` has only the arguments.
 
-    `schemas` are the parameters of the offered tools, by name. They give the types of arguments between tags.
+    `schemas` are the parameters of the offered tools, by name. They give the types of arguments between `tags`.
+    `is_bare`: names and words need no quotes, as in Gemma's calls.
     """
     try:
+        if tags is not None:
+            return [_tagged(text, schemas, tags)]
         if name is not None:
-            return [(name, _arguments(text.encode()))]
-        if text[0] not in "{[":
-            return [_tagged(text, schemas)]
-        if re.match(r"\[\s*[\w.]+\(", text):
+            return [(name, _arguments((_BARE.sub(_quoted, text) if is_bare else text).encode()))]
+        if re.match(rf"(?:\[\s*)?{NAME}\(", text):
             return _python_calls(text)
         read = msgspec.json.decode(text.encode(), type=_WrittenCall | list[_WrittenCall])
         calls = read if isinstance(read, list) else [read]
-        return [(c.name, _arguments(bytes(c.arguments), bytes(c.parameters))) for c in calls]
+        named = [(c.name or c.tool_name, _arguments(bytes(c.arguments), bytes(c.parameters))) for c in calls]
+        return named if all(name for name, _ in named) else []
     except _ERRORS:
         return []
 
@@ -56,55 +86,89 @@ def _arguments(*given: bytes) -> str:
     return "{}"
 
 
+def _quoted(match: re.Match[str]) -> str:
+    """Return a string, key or bare word of Gemma's calls as JSON."""
+    if match["quote"] is not None:
+        return json.dumps(match["text"], ensure_ascii=False)
+    if match["bare"] is None:
+        return match[0]
+    word, is_key = match["bare"].strip(), match.string.startswith(":", match.end())
+    return (json.dumps(word, ensure_ascii=False).encode() if is_key else _typed(word, set())).decode()
+
+
 class _JsonNames(ast.NodeTransformer):
     def visit_Name(self, node: ast.Name) -> ast.expr:
         names = {"true": True, "false": False, "null": None}
         return ast.Constant(names[node.id]) if node.id in names else node
 
 
+def _python(text: str) -> Any:
+    """Return the value of a literal of Python. Raises one of `_ERRORS` for another text."""
+    known = _ESCAPE.sub(lambda m: "\\" + m[0] if m[1] else m[0], text.strip())
+    return ast.literal_eval(_JsonNames().visit(ast.parse(known, mode="eval")).body)
+
+
+def _json(value: Any) -> bytes:
+    return json.dumps(value, ensure_ascii=False, allow_nan=False).encode()  # refuses lone surrogates
+
+
+def _split(text: str) -> list[str]:
+    """Split `text` at the commas that are in no bracket and no string."""
+    parts, start, depth = [], 0, 0
+    for match in _PYTHON_PART.finditer(text):
+        depth += (match[0] in "[{(") - (match[0] in "]})")
+        if match[0] == "," and depth == 0:
+            parts.append(text[start : match.start()])
+            start = match.end()
+    return [part for part in (*parts, text[start:]) if part.strip()]
+
+
 def _python_calls(text: str) -> list[Call]:
-    """Return the calls in a list such as `[f(x=1), g(y="a")]`. Raises one of `_ERRORS` for another text."""
+    """Return the calls in `f(x=1)` or `[f(x=1), g(y="a")]`. Unlike in Python, any word may be a name."""
     if len(text) > MAX_PYTHON_CHARS:
         raise ValueError("too long")
-    known = _ESCAPE.sub(lambda m: "\\" + m[0] if m[1] else m[0], text)
-    tree = _JsonNames().visit(ast.parse(known, mode="eval"))
     calls = []
-    for call in tree.body.elts:
-        arguments = {k.arg: ast.literal_eval(k.value) for k in call.keywords}
-        if call.args or None in arguments:
-            raise ValueError("an argument without a name")
-        written = json.dumps(arguments, ensure_ascii=False, allow_nan=False)
-        calls.append((ast.unparse(call.func), written.encode().decode()))  # without lone surrogates
+    for call in _split(text[1:-1] if text.startswith("[") else text):
+        name, given = _matched(_PYTHON_CALL, call)
+        arguments = dict(_matched(_PYTHON_ARGUMENT, argument) for argument in _split(given))
+        calls.append((name, _json({key: _python(value) for key, value in arguments.items()}).decode()))
     return calls
 
 
-def _tagged(text: str, schemas: Mapping[str, Any]) -> Call:
-    """Return the call in `<function=f><parameter=x>1</parameter></function>` or `f<arg_key>x</arg_key><arg_value>1`.
+def _matched(pattern: re.Pattern[str], text: str) -> tuple[str, str]:
+    """Return both groups of `pattern` in the whole of `text`. Raises `ValueError` if it does not match."""
+    if match := pattern.fullmatch(text):
+        return match[1], match[2]
+    raise ValueError(f"not of this form: {text[:40]}")
 
-    White space around names and one line break on both sides of a value do not count.
-    """
-    tags = ("<parameter=", ">", "</parameter>")
-    if is_glm := not text.startswith("<function="):
-        tags = ("<arg_key>", "</arg_key>", "</arg_value>")
-    head, *parts = text.removeprefix("<function=").removesuffix("</function>").split(tags[0])
-    name = head.partition("<" if is_glm else ">")[0].strip()
-    schema = schemas.get(name) or {}
+
+def _tagged(text: str, schemas: Mapping[str, Any], tags: Tags) -> Call:
+    """Return the call in a text with `tags`, or with a JSON object instead of the arguments."""
+    head, *parts = text.removeprefix(tags.begin).split(tags.key)
+    name, _, given = head.partition(tags.named)
+    name, schema = name.strip(), schemas.get(name.strip()) or {}
+    if not parts and (inside := given.strip()):
+        return name, _arguments(inside.encode())
     arguments = {}
     for part in parts:
-        key, _, rest = part.partition(tags[1])
-        value = (rest.lstrip().removeprefix("<arg_value>") if is_glm else rest).partition(tags[2])[0]
-        types = types_of((schema.get("properties") or {}).get(key.strip()), schema)
-        arguments[key.strip()] = msgspec.Raw(_typed(value.removeprefix("\n").removesuffix("\n"), types))
+        key, _, rest = part.partition(tags.value)
+        value = rest.partition(tags.close)[0].removeprefix(tags.pad).removesuffix(tags.pad)
+        key = key.partition("<")[0].strip()
+        types = types_of((schema.get("properties") or {}).get(key), schema)
+        arguments[key] = msgspec.Raw(_typed(value, types))
     return name, msgspec.json.encode(arguments).decode()
 
 
 def _typed(text: str, types: set[str]) -> bytes:
     """Return `text` as JSON of one of `types` (any, if there are none): as it stands if it is, else as a string."""
-    raw = _PYTHON_NAMES.get(text, text).strip().encode()
+    raw = _PYTHON_NAMES.get(text.strip(), text.strip()).encode()
     try:
         kind = _TYPES.get(type(msgspec.json.decode(raw)), "null")
     except (msgspec.MsgspecError, RecursionError):
         kind = "string"
+        if types and "string" not in types and len(text) <= MAX_PYTHON_CHARS:
+            with contextlib.suppress(*_ERRORS):
+                return _json(_python(text))
     is_number = kind == "integer" and "number" in types
     is_json = kind != "string" and (kind in types or is_number or "string" not in types)
     return raw if is_json else msgspec.json.encode(text)
@@ -112,16 +176,26 @@ def _typed(text: str, types: set[str]) -> bytes:
 
 def types_of(schema: Any, root: Any) -> set[str]:
     """Return the JSON types that `schema` (of the document `root`) names; none if it allows any."""
-    types, parts = set(), [schema]
-    for part in parts:
-        if not isinstance(part, dict):
-            continue
-        named, values = part.get("type"), part.get("enum") or [part[k] for k in ("const",) if k in part]
+    types: set[str] = set()
+    for part in parts_of(schema, root):
+        named = part.get("type")
         types |= {t for t in (named if isinstance(named, list) else [named]) if isinstance(t, str)}
-        types |= {_TYPES.get(type(value), "null") for value in values}
+        types |= {_TYPES.get(type(value), "null") for value in constants_of(part)}
+    return types
+
+
+def constants_of(part: dict[str, Any]) -> list[Any]:
+    """Return the values that one part of a schema allows; none if it lists no values."""
+    return part.get("enum") or [part[k] for k in ("const",) if k in part]
+
+
+def parts_of(schema: Any, root: Any) -> list[dict[str, Any]]:
+    """Return `schema`, and all that it refers to or is made of, up to `MAX_PARTS`."""
+    parts = [schema] if isinstance(schema, dict) else []
+    for part in parts:
         branches = [b for keyword in ("anyOf", "oneOf", "allOf") for b in part.get(keyword) or ()]
         if isinstance(ref := part.get("$ref"), str):
             keys = ref.removeprefix("#/").split("/")
             branches.append(reduce(lambda node, key: node.get(key) if isinstance(node, dict) else None, keys, root))
-        parts += branches[: MAX_PARTS - len(parts)]
-    return types
+        parts += [b for b in branches if isinstance(b, dict)][: MAX_PARTS - len(parts)]
+    return parts
