@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import dataclasses
 import itertools
 import json
 import os
@@ -364,6 +365,86 @@ def test_calls_follow_their_form(name: str, is_special: bool, special: GrammarCo
         shown = DetokenizeManager(tokenizer).decode(ids, params, [])
         expected = [(name, json.loads(arguments)) for name, arguments in calls]
         assert parsed(form, shown, {"get_weather": {}, "odd.name": {}}) == expected
+
+
+_DEFS = {"Color": {"enum": ["red", "dark red"], "type": "string"}}
+_TYPED = {
+    "type": "object",
+    "properties": {
+        "unit": {"anyOf": [{"$ref": "#/$defs/Color"}, {"type": "null"}]},
+        "text": {"type": "string", "description": "d"},
+        "n": {"type": "integer"},
+        "list": {"type": "array", "items": {"$ref": "#/$defs/Color"}},
+    },
+    "required": ["text"],
+    "$defs": _DEFS,
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("is_special", [False, True])
+@pytest.mark.parametrize("name", [name for name, form in TOOL_FORMS.items() if form.native])
+def test_written_arguments_follow_their_schema(name: str, is_special: bool, special: GrammarCompiler) -> None:
+    form, compiler = TOOL_FORMS[name], special if is_special else COMPILER
+    tokenizer = load_tokenizer(compiler._folder)
+
+    def takes(given: Any, schema: Any = _TYPED) -> bool:
+        text = written(form, ("f", json.dumps(given)))
+        grammar = Grammar("calls", form.calls([{"name": "f", "parameters": schema}], True))
+        is_taken = accepts(compiler.compile(grammar, False), text, tokenizer)
+        if is_taken and is_special:
+            assert parsed(form, text, {"f": schema}) == [("f", given)]
+        return is_taken
+
+    first = {} if form.comma else {"unit": "dark red"}
+    good = [{"text": "a\n <b> \\"}, first | {"text": "5", "n": -7}, {"text": "", "list": ["red"]}]
+    assert [takes(given) for given in good] == [True] * 3
+    bad = [{}, {"unit": "blue", "text": "a"}, {"text": "a", "n": "b"}, {"text": "a", "list": ["blue"]}, {"other": "a"}]
+    assert not any(takes(given) for given in bad)
+    optional = {"type": "object", "properties": {key: {"type": "integer"} for key in "abc"}}
+    assert [takes(g, optional) for g in ({}, {"a": 1}, {"b": 2}, {"a": 1, "c": 3}, {"c": 3, "a": 1})] == [True] * 4 + [
+        False
+    ]
+    assert takes({}, {"type": "object", "additionalProperties": False})
+    assert takes({"x-y": "a b", "z": [1, {"a": None}]}, {"type": "object"})
+
+
+@pytest.mark.parametrize(
+    "schema",
+    [
+        {"type": "object", "properties": {"a": {"type": "string", "pattern": "^x+$"}}, "required": ["a"]},
+        {"type": "object", "properties": {"a": {"type": ["string", "array"]}}, "required": ["a"]},
+        {"type": "object", "properties": {"a b": {"enum": ["xx"]}}, "required": ["a b"]},
+        {"type": "object", "properties": {"a": {"$ref": "#/properties/b"}, "b": {"enum": ["xx"]}}, "required": ["a"]},
+        {"anyOf": [{"type": "object", "properties": {"a": {"const": "xx"}}, "required": ["a"]}]},
+        {"type": "object", "properties": {"a": True}, "required": ["a"]},
+        {"type": "object", "required": ["a"]},
+    ],
+)
+@pytest.mark.parametrize("name", ["qwen3_coder", "glm45", "minimax_m2", "gemma4"])
+def test_other_schemas_are_enforced_as_json(name: str, schema: dict[str, Any]) -> None:
+    form = TOOL_FORMS[name]
+    grammar = Grammar("calls", form.calls([{"name": "f", "parameters": schema}], True))
+    key = "a b" if "a b" in str(schema) else "a"
+    as_json = dataclasses.replace(form, native="")
+    text = written(as_json, ("f", json.dumps({key: "xx"})))
+    assert accepts(COMPILER.compile(grammar, False), text)
+    assert not accepts(COMPILER.compile(grammar, False), text.replace(f'"{key}"', '"c"'))
+    assert parsed(form, text, {"f": schema}) == [("f", {key: "xx"})]
+
+
+@pytest.mark.parametrize("is_special", [False, True])
+def test_channels_precede_text_and_calls(is_special: bool, special: GrammarCompiler) -> None:
+    """Reasoning may come first; a text is in the final channel."""
+    compiler, form, channels = special if is_special else COMPILER, TOOL_FORMS["harmony"], REASONING_FORMS["harmony"]
+    tokenizer = load_tokenizer(compiler._folder)
+    around = {"before": channels.open, "after": channels.close, "lead": channels.lead}
+    grammar = Grammar("regex", "[0-9]+", calls=form.calls(FUNCTIONS, True), **around)
+    thought = "<|channel|>analysis<|message|>1 < 2, {so<|end|><|start|>assistant"
+    answers = "<|channel|>final<|message|>12", written(form, PARIS)
+    for text in (*answers, *(thought + answer for answer in answers)):
+        assert accepts(compiler.compile(grammar, False), text, tokenizer)
+    for text in ("12", thought, thought + "12", thought.replace("analysis", "final") + answers[0]):
+        assert not accepts(compiler.compile(grammar, False), text, tokenizer)
 
 
 @pytest.mark.parametrize(
