@@ -30,6 +30,7 @@ class Reading(msgspec.Struct, frozen=True, kw_only=True):
     `problem` says why the template cannot be used. `ending` is the text that it writes after an answer. `contents` has
     the kinds of content that it shows, by role: "text", "parts" (a list) or one of `BLANKS`; "call" is the role of an
     assistant's message with calls and without text. `arguments` has the kinds of a call's arguments: "object", "text".
+    `joins_thoughts`: beside calls, the template takes text or reasoning, but not both, so the text becomes reasoning.
     """
 
     problem: str = ""
@@ -37,6 +38,7 @@ class Reading(msgspec.Struct, frozen=True, kw_only=True):
     fills_tokens: bool = False  # special tokens that the model lacks are "", not undefined
     contents: dict[str, tuple[str, ...]] = {}
     arguments: tuple[str, ...] = ("object", "text")
+    joins_thoughts: bool = False
 
     def variables(self, given: Mapping[str, Any]) -> dict[str, Any]:
         """Return the variables of the template, `given` those that are known."""
@@ -48,6 +50,9 @@ class Reading(msgspec.Struct, frozen=True, kw_only=True):
         if (reasoning := next((result[name] for name in REASONING if name in result), None)) is not None:
             result = {"thinking": reasoning, **result, "reasoning_content": reasoning}
         content, calls = result.get("content"), result.get("tool_calls")
+        if self.joins_thoughts and calls and reasoning and isinstance(content, str) and content:
+            result |= dict.fromkeys(REASONING, f"{reasoning}\n\n{content}")
+            result["content"] = content = ""
         if calls:
             result["tool_calls"] = [self._call(call) for call in calls]
         kinds = self.contents.get("call" if calls and not content else str(result.get("role")), ())

@@ -144,6 +144,9 @@ class _Probe:
                 arguments, kinds = (tuple(dict.fromkeys(column)) for column in zip(*pairs, strict=True))
                 contents = self._reading.contents | {"call": kinds}
                 self._reading = replace(self._reading, arguments=arguments, contents=contents)
+                both = [_ASK, _CALLS | {"reasoning_content": "r", "content": _WORD + _KEY}, *after]
+                joins = not self._show(both, tools) and _WORD + _KEY in self._show(both, tools, joins_thoughts=True)
+                self._reading = replace(self._reading, joins_thoughts=joins)
                 return
 
 

@@ -220,6 +220,26 @@ def test_parts_are_a_list_only_where_the_template_reads_lists(folder: Path, judg
         assert rendered(template, messages) == rendered(template, joined)
 
 
+def test_text_and_reasoning_beside_a_call_are_joined_where_the_template_refuses_both(folder: Path) -> None:
+    """In the style of gpt-oss."""
+    source = """{%- for m in messages %}{%- if "tool_calls" in m %}{%- set c = m.tool_calls[0].function %}
+{%- if m.content and m.thinking %}{{- raise_exception("not both") }}{%- endif %}
+{{- '<|channel|>analysis<|message|>' + (m.content or m.thinking or '') + '<|end|>' }}
+{{- 'to=functions.' + c.name + '<|message|>' + c.arguments | tojson + '<|call|>' }}
+{%- else %}{{- m.role + '<|message|>' + m.content }}{%- endif %}{%- endfor %}"""
+    template = ChatTemplate.of_folder(folder, source)
+    call = {"type": "function", "function": {"name": "f", "arguments": "{}"}}
+    for fields, shown in (
+        ({"content": "Look", "reasoning_content": "Hm"}, "Hm\n\nLook"),
+        ({"content": None, "reasoning_content": "Hm"}, "Hm"),
+        ({"content": "Look"}, "Look"),
+    ):
+        text = template.render(
+            [{"role": "user", "content": "x"}, {"role": "assistant", "tool_calls": [call], **fields}]
+        )
+        assert f"analysis<|message|>{shown}<|end|>to=functions.f" in text
+
+
 @pytest.mark.parametrize("parameter", [2**64, -(2**63) - 1, 10**400, 1.5e308])
 def test_tools_may_have_any_number(folder: Path, parameter: float) -> None:
     tool = {"type": "function", "function": {"name": "f", "parameters": {"maximum": parameter}}}
