@@ -168,6 +168,7 @@ class _Rules:
         self._ids = {m: special_ids[m] for m in (special_ids if markers is None else markers) if m in special_ids}
         self._texts = [m for m in markers or () if m not in self._ids]
         self._rules: list[str] = []
+        self._befores: dict[str, str] = {}  # the texts before each end
 
     def body(self, start: str) -> _Body:
         """Return the grammar that begins with `start`."""
@@ -191,13 +192,17 @@ class _Rules:
 
     def text_before(self, end: str) -> str:
         """Return any text up to the first `end`, and that. `end` may begin with a special token, which no text has."""
+        if end in self._befores:
+            return self._befores[end]
         token = next((marker for marker in self._ids if end.startswith(marker)), None)
         others = {token or end, *self._texts} - {end if token is None else ""}
         without = " | ".join(map(json.dumps, sorted(others)))
         text = self.rule(f"{ANYTHING} & ~({ANYTHING} ({without}) {ANYTHING})" if without else ANYTHING, prefix="TEXT")
-        if token is None:
-            return self.rule(text, f"[suffix={json.dumps(end)}]")
-        return f"{text} {self.literal(end)}"
+        is_token = token is not None
+        self._befores[end] = (
+            f"{text} {self.literal(end)}" if is_token else self.rule(text, f"[suffix={json.dumps(end)}]")
+        )
+        return self._befores[end]
 
     def items(self, items: Sequence[CallItem], comma: str) -> str:
         """Return the arguments of a call one by one. With a `comma`, those that may be missing are last."""

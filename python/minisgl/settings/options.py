@@ -505,8 +505,8 @@ class ServerArgs(Settings):
         | dict.fromkeys(
             ("qwen3", "qwen3-thinking", "glm45", "glm47", "minimax_m2", "minimax", "kimi_k2", "olmo3"), "think"
         )
-        | dict.fromkeys(("deepseek_v3", "deepseek-v3", "hunyuan_a13b", "hunyuan", "nemotron_v3", "nemotron_3"), "think")
-        | dict.fromkeys(("holo2", "mimo", "poolside_v1", "interns1", "ernie45"), "think")
+        | dict.fromkeys(("deepseek_v3", "deepseek-v3", "nemotron_v3", "nemotron_3"), "think")
+        | dict.fromkeys(("holo2", "mimo", "poolside_v1", "interns1"), "think")
         | dict.fromkeys(("step3", "step3p5"), "deepseek_r1")
         | dict.fromkeys(("cohere_command3", "cohere_command4"), "command"),
     )

@@ -418,6 +418,7 @@ def test_written_arguments_follow_their_schema(name: str, is_special: bool, spec
         {"anyOf": [{"type": "object", "properties": {"a": {"const": "xx"}}, "required": ["a"]}]},
         {"type": "object", "properties": {"a": True}, "required": ["a"]},
         {"type": "object", "required": ["a"]},
+        {"type": "object", "additionalProperties": {"const": "xx"}, "propertyNames": {"const": "a"}},
     ],
 )
 @pytest.mark.parametrize("name", ["qwen3_coder", "glm45", "minimax_m2", "gemma4"])
@@ -430,6 +431,24 @@ def test_other_schemas_are_enforced_as_json(name: str, schema: dict[str, Any]) -
     assert accepts(COMPILER.compile(grammar, False), text)
     assert not accepts(COMPILER.compile(grammar, False), text.replace(f'"{key}"', '"c"'))
     assert parsed(form, text, {"f": schema}) == [("f", {key: "xx"})]
+
+
+@pytest.mark.parametrize("schema", [{"properties": ["a"]}, {"required": [{}]}, {"properties": {"a": {"anyOf": 5}}}])
+def test_malformed_schemas_are_refused_by_the_compiler(schema: dict[str, Any]) -> None:
+    grammar = Grammar(
+        "calls", TOOL_FORMS["qwen3_coder"].calls([{"name": "f", "parameters": schema}], True), param="tools"
+    )
+    with pytest.raises(RequestError, match="tools is not a usable grammar"):
+        COMPILER.compile(grammar, False)
+
+
+@pytest.mark.parametrize("name", ["qwen3_coder", "gemma4", "olmo3"])
+def test_many_tools_compile_within_bounds(name: str) -> None:
+    properties = {f"p{i}": {"type": "string" if i % 3 else "integer"} for i in range(12)}
+    functions = [{"name": f"tool_{i}", "parameters": {"type": "object", "properties": properties}} for i in range(40)]
+    started = time.process_time()
+    COMPILER.compile(Grammar("calls", TOOL_FORMS[name].calls(functions, False)), False)
+    assert time.process_time() - started < 3
 
 
 @pytest.mark.parametrize("is_special", [False, True])

@@ -31,13 +31,13 @@ class Body:
 
     `head` is a regular expression for what precedes the value: it ends where the value begins, and may have groups for
     the `name` of the function and the `id` of the call. The value ends with `end`, or else with its last bracket. It is
-    JSON, Python, or has `tags`. With `is_bare`, JSON may lack quotes, or have Gemma's.
+    JSON, Python, or has `tags`. `is_unquoted`: JSON may lack quotes, or have Gemma's.
     """
 
     head: str
     end: str = ""
     tags: Tags | None = None
-    is_bare: bool = False
+    is_unquoted: bool = False
 
 
 FENCE: Final = r"(?:```(?:json)?\s*)?"
@@ -62,7 +62,7 @@ KIMI: Final = Body(
     r"(?:<\|tool_call_begin\|>\s*)?"
     rf"(?P<id>(?:functions\.)?(?P<name>{NAME}):\d+)\s*<\|tool_call_argument_begin\|>\s*{FENCE}(?=\{{)"
 )
-GEMMA: Final = Body(rf"call:\s*(?P<name>{NAME})\s*(?=\{{)", "<tool_call|>", is_bare=True)
+GEMMA: Final = Body(rf"call:\s*(?P<name>{NAME})\s*(?=\{{)", "<tool_call|>", is_unquoted=True)
 
 
 def _openai_id() -> str:
@@ -123,7 +123,9 @@ class ToolForm:
         named = [(f["name"], (is_exact and f.get("parameters")) or {"type": "object"}) for f in functions]
         calls = [_around(self.call, name, schema) for name, schema in named]
         if self.native and all(re.fullmatch(NAME, name) for name, _ in named):
-            with contextlib.suppress(_NeedsJSONError):
+            with contextlib.suppress(
+                _NeedsJSONError, TypeError, AttributeError
+            ):  # the compiler refuses malformed schemas
                 calls = [_around(self.native, name, self._items(schema)) for name, schema in named]
         begin, end = (("",), ("",)) if self.is_bare else (self.open, self.close or ("",))
         between = None if is_single else self.between
@@ -136,7 +138,8 @@ class ToolForm:
         """Return the arguments of a call one by one. Raises `_NeedsJSONError`."""
         properties, required = schema.get("properties") or {}, schema.get("required") or []
         is_plain = schema.keys() <= _OBJECT | _NOTES and {*required} <= properties.keys()
-        if not is_plain or _OTHER_REF.search(json.dumps(schema)):
+        is_map = not properties and isinstance(schema.get("additionalProperties"), dict)
+        if not is_plain or is_map or _OTHER_REF.search(json.dumps(schema)):
             raise _NeedsJSONError
         if not properties and schema.get("additionalProperties") is not False:
             texts = [self._item(KEY, None, "*")] if self.text_item else []

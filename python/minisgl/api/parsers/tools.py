@@ -52,7 +52,7 @@ class ToolParser(Parser):
             if not any(marker.startswith(self._held) for marker in (*self._form.close, *self._form.open)):
                 self._show(self._held, pieces)
             return pieces
-        if self._state == self._in_value and self._body.is_bare:  # whose brackets tell whether it is complete
+        if self._state == self._in_value and self._body.is_unquoted:  # whose brackets tell whether it is complete
             self._raw.append(self._held)
             self._held = ""
             self._end_value(pieces)
@@ -129,7 +129,7 @@ class ToolParser(Parser):
         """Emit the calls in the value. If it has none, everything since the marker is content."""
         body = self._body
         text = "".join(self._raw[1:]).removesuffix(body.end)
-        calls = read_calls(text, self._name, self._tools, body.tags, body.is_bare)
+        calls = read_calls(text, self._name, self._tools, body.tags, body.is_unquoted)
         if not calls or (not self._is_marked and any(name not in self._tools for name, _ in calls)):
             self._reject(pieces)
             return

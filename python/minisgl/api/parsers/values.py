@@ -53,18 +53,18 @@ class Tags:
 
 
 def read_calls(
-    text: str, name: str | None, schemas: Mapping[str, Any], tags: Tags | None = None, is_bare: bool = False
+    text: str, name: str | None, schemas: Mapping[str, Any], tags: Tags | None = None, is_unquoted: bool = False
 ) -> list[Call]:
     """Return the calls in `text`; [] for any other text. With `name`, `text` has only the arguments.
 
     `schemas` are the parameters of the offered tools, by name. They give the types of arguments between `tags`.
-    `is_bare`: names and words need no quotes, as in Gemma's calls.
+    `is_unquoted`: names and words need no quotes, as in Gemma's calls.
     """
     try:
         if tags is not None:
             return [_tagged(text, schemas, tags)]
         if name is not None:
-            return [(name, _arguments((_BARE.sub(_quoted, text) if is_bare else text).encode()))]
+            return [(name, _arguments((_BARE.sub(_quoted, text) if is_unquoted else text).encode()))]
         if re.match(rf"(?:\[\s*)?{NAME}\(", text):
             return _python_calls(text)
         read = msgspec.json.decode(text.encode(), type=_WrittenCall | list[_WrittenCall])
