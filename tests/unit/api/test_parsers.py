@@ -299,6 +299,12 @@ CASES: list[tuple[str | None, str, str, list[tuple[str, str]]]] = [
         "and",
         [("f", '{"x":1}'), ("f", '{"on":null}')],
     ),
+    (
+        "minimax_m2",
+        "<minimax:tool_call><invoke name='f'><parameter name=x>1</parameter></invoke>",
+        "",
+        [("f", '{"x":1}')],
+    ),
     # Gemma
     (
         "gemma4",
@@ -364,6 +370,8 @@ CASES: list[tuple[str | None, str, str, list[tuple[str, str]]]] = [
     ("olmo3", "<function_calls>f(x=1)\nDone", "Done", [("f", '{"x": 1}')]),
     ("hunyuan", f"<tool_calls>[{WEATHER}, {WEATHER}]</tool_calls>", "", [PARIS, PARIS]),
     ("granite", f"<function_call> {WEATHER}", "", [PARIS]),
+    ("lfm2", "<|tool_call_start|>f(x=1)\nf()<|tool_call_end|>", "", [("f", '{"x": 1}'), ("f", "{}")]),
+    ("harmony", "<|message|>Hi.<|end|>", "Hi.", []),
     ("lfm2", "A<|tool_call_start|>[f(), get_weather(city='Paris')]<|tool_call_end|>B", "AB", [("f", "{}"), PARIS]),
     # gpt-oss
     ("harmony", channel("final", "Hi. ", "<|return|>"), "Hi. ", []),
@@ -419,6 +427,7 @@ CONTENT: list[tuple[str | None, str]] = [
     ("qwen3_coder", "<tool_call>\n<function=f>\nhello\n</function>\n</tool_call>"),
     ("minimax_m2", invoke(("f", {"x": "1"}))[:-40]),
     ("minimax_m2", "<minimax:tool_call> or not"),
+    ("minimax_m2", "<minimax:tool_call><invoke name=what is it</invoke></minimax:tool_call>"),
     ("gemma4", gemma("f", "{a:1")),
     ("gemma4", gemma("f", "{a:1,")[:-12]),
     ("gemma4", gemma("f", "{a:1:2}")),

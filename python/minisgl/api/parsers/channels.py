@@ -59,7 +59,7 @@ class ChannelParser(Parser):
     def _between(self, text: str, pieces: list[Piece]) -> str:
         rest = text.lstrip()
         self._space.append(text[: len(text) - len(rest)])
-        begins = (_START, _CHANNEL, "to=")  # the prompt may end before the recipient
+        begins = (_START, _CHANNEL, _MESSAGE, "to=")  # the prompt may end before the recipient
         if rest.startswith(begins):
             self._space = []
             self._state = self._in_header

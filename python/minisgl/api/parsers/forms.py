@@ -48,7 +48,7 @@ XML: Final = Body(
     r"(?=<function=)", "</function>", Tags("<function=", ">", "<parameter=", ">", "</parameter>", pad="\n")
 )
 INVOKE: Final = Body(
-    r"(?=<invoke name=)", "</invoke>", Tags('<invoke name="', '">', '<parameter name="', '">', "</parameter>")
+    r"(?=<invoke name=)", "</invoke>", Tags("<invoke name=", ">", "<parameter name=", ">", "</parameter>")
 )
 PAIRS: Final = Body(
     rf"(?={NAME}\s*</?(?:arg_key|tool_call)>)",
@@ -202,7 +202,7 @@ PYTHONIC: Final = ToolForm(
     r"\[func_?name1?\(",
     ("<|python_start|>",),
     ("<|python_end|>",),
-    (JSON,),
+    (JSON, PYTHON),
     native="$name($arguments)",
     item="$key=$value",
     comma=", ",
@@ -255,7 +255,7 @@ TOOL_FORMS: Final = {
     "glm45": _pairs("<arg_key>", "\n"),
     "minimax_m2": ToolForm(
         "<minimax:tool_call>",
-        ("<minimax:tool_call>", '<invoke name="'),
+        ("<minimax:tool_call>", "<invoke name="),
         ("</invoke>", "</minimax:tool_call>"),
         (INVOKE, JSON),
         native='<invoke name="$name">\n$arguments</invoke>',
@@ -318,7 +318,6 @@ TOOL_FORMS: Final = {
         sign="<function_calls>",
         open=("<function_calls>",),
         close=("</function_calls>",),
-        bodies=(PYTHON, JSON),
         begin="\n",
         between="\n",
         end="\n",

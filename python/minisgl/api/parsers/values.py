@@ -15,6 +15,7 @@ import msgspec
 
 Call = tuple[str, str]  # name, arguments as a JSON object
 NAME: Final = r"[\w./:-]+"  # of a function
+_QUOTES: Final = " \t\r\n\"'"  # and white space, around names in tags
 MAX_PARTS: Final = 256  # of a schema that are searched for types
 MAX_PYTHON_CHARS: Final = 64 * 1024  # its syntax tree is 100 times as large
 _ERRORS: Final = (msgspec.MsgspecError, ValueError, TypeError, AttributeError, SyntaxError, RecursionError, MemoryError)
@@ -146,14 +147,16 @@ def _tagged(text: str, schemas: Mapping[str, Any], tags: Tags) -> Call:
     """Return the call in a text with `tags`, or with a JSON object instead of the arguments."""
     head, *parts = text.removeprefix(tags.begin).split(tags.key)
     name, _, given = head.partition(tags.named)
-    name, schema = name.strip(), schemas.get(name.strip()) or {}
+    if not re.fullmatch(NAME, name := name.strip(_QUOTES)) and name not in schemas:
+        raise ValueError("no name")
+    schema = schemas.get(name) or {}
     if not parts and (inside := given.strip()):
         return name, _arguments(inside.encode())
     arguments = {}
     for part in parts:
         key, _, rest = part.partition(tags.value)
         value = rest.partition(tags.close)[0].removeprefix(tags.pad).removesuffix(tags.pad)
-        key = key.partition("<")[0].strip()
+        key = key.partition("<")[0].strip(_QUOTES)
         types = types_of((schema.get("properties") or {}).get(key), schema)
         arguments[key] = msgspec.Raw(_typed(value, types))
     return name, msgspec.json.encode(arguments).decode()
