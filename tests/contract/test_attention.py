@@ -2,10 +2,14 @@
 
 from __future__ import annotations
 
+from types import SimpleNamespace
+
 import numpy as np
 import pytest
 import torch
 from torch.testing import assert_close
+from transformers.models.gemma2 import modeling_gemma2
+from transformers.models.gpt_oss import modeling_gpt_oss
 
 from contract.harness import Span, make_batch
 from minisgl.attention.backend import AttentionSpec
@@ -64,12 +68,22 @@ def run(
     spans: list[Span],
     window: int | None = None,
     scale: float | None = None,
+    softcap: float = 0.0,
+    sinks: torch.Tensor | None = None,
 ) -> torch.Tensor:
-    kind = GroupedQuery(q.shape[1], pages.shape[2], q.shape[2], scale or q.shape[2] ** -0.5, window)
+    kind = GroupedQuery(
+        q.shape[1],
+        pages.shape[2],
+        q.shape[2],
+        scale or q.shape[2] ** -0.5,
+        window,
+        softcap=softcap,
+        has_sinks=sinks is not None,
+    )
     spec = AttentionSpec("cpu", pages.dtype, kind, pages.shape[3])
     (attention,) = resolve_attention(backend, [spec], resolve_ops("cpu"))
     step = attention.prepare(make_batch(spans), table, torch.zeros(len(q), dtype=torch.int64))
-    out = step.forward(q, pages)
+    out = step.forward(q, pages, sinks)
     assert out.is_contiguous()
     return out
 
@@ -100,15 +114,64 @@ def test_layers_with_windows(backend: str, mix: str, page_size: int):
         assert_close(out, expected, rtol=1e-4, atol=1e-5)
 
 
+OPTIONS = {"softcap": (2.0, False), "sinks": (0.0, True), "both": (0.7, True)}
+"""Soft caps that bend scores of normal queries and keys visibly, and whether there are sinks."""
+
+
+def sinks_of(heads: int) -> torch.Tensor:
+    """Sinks that count little, as much as all keys, and more than these: one that is wrong or counted twice shows."""
+    return torch.tensor([-3.0, 4.0, 1.0, 30.0])[torch.arange(heads) % 4]
+
+
+@pytest.mark.parametrize("option", OPTIONS)
+@pytest.mark.parametrize(("page_size", "group", "dim", "window"), [(16, 2, 64, None), (1, 4, 80, 31), (64, 1, 96, 100)])
+@pytest.mark.parametrize("mix", MIXES)
+@pytest.mark.parametrize("backend", BACKENDS)
+def test_options_of_scores(
+    backend: str, mix: str, page_size: int, group: int, dim: int, window: int | None, option: str
+):
+    pages, table, q, spans = setting(MIXES[mix], page_size, group, dim)
+    softcap, has_sinks = OPTIONS[option]
+    sinks = sinks_of(q.shape[1]) if has_sinks else None
+    out = run(backend, pages, table, q, spans, window, 0.2, softcap, sinks)
+    expected = reference.paged_attention(q, pages, table, make_batch(spans).layout, 0.2, window, softcap, sinks)
+    assert_close(out, expected, rtol=1e-4, atol=1e-5)
+
+
+@pytest.mark.parametrize("option", OPTIONS)
+def test_options_of_scores_agree_with_transformers(option: str):
+    """A prompt with the eager attention of GPT-OSS, which has sinks, and of Gemma 2, which has a soft cap."""
+    softcap, has_sinks = OPTIONS[option]
+    pages, table, q, spans = setting([(70, 70)], 16, 2, 64)
+    sinks = sinks_of(4)
+    kv = pages[table[spans[0].row, :5].long()].permute(1, 2, 0, 3, 4).flatten(2, 3)[:, None, :, :70]
+    module = SimpleNamespace(sinks=sinks, num_key_value_groups=2, training=False)
+    mask = torch.full((70, 70), float("-inf")).triu(1)
+    if has_sinks and softcap:  # no model has both: a sink is a key with a score of its own and the value 0
+        scores = softcap * torch.tanh(q.transpose(0, 1) @ kv[0, 0].repeat_interleave(2, 0).mT * 0.2 / softcap) + mask
+        weights = torch.cat([scores, sinks[:, None, None].expand(-1, 70, 1)], -1).softmax(-1)[..., :-1]
+        want = (weights @ kv[1, 0].repeat_interleave(2, 0)).transpose(0, 1)
+    elif has_sinks:
+        want = modeling_gpt_oss.eager_attention_forward(module, q.transpose(0, 1)[None], *kv, mask, 0.2)[0][0]
+    else:
+        want = modeling_gemma2.eager_attention_forward(
+            module, q.transpose(0, 1)[None], *kv, mask, scaling=0.2, softcap=softcap
+        )[0][0]
+    out = run("reference", pages, table, q, spans, None, 0.2, softcap, sinks if has_sinks else None)
+    assert_close(out, want, rtol=1e-4, atol=1e-5)
+
+
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
 @pytest.mark.parametrize("group", [1, 2, 8])
 @pytest.mark.parametrize("backend", NAMES)
 def test_half_precision(backend: str, group: int, dtype: torch.dtype):
     pages, table, q, spans = setting(MIXES["mixed"], 16, group, 64, dtype)
-    out = run(backend, pages, table, q, spans)
-    expected = reference.paged_attention(q.float(), pages.float(), table, make_batch(spans).layout, 64**-0.5)
-    assert out.dtype is dtype
-    assert_close(out.float(), expected, rtol=2e-2, atol=2e-2)
+    for options in ((), (2.0, sinks_of(q.shape[1]))):
+        out = run(backend, pages, table, q, spans, None, 0.125, *options)
+        layout = make_batch(spans).layout
+        expected = reference.paged_attention(q.float(), pages.float(), table, layout, 0.125, None, *options)
+        assert out.dtype is dtype
+        assert_close(out.float(), expected, rtol=2e-2, atol=2e-2)
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])

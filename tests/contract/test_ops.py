@@ -151,19 +151,26 @@ def test_moe_does_not_let_overflow_in_one_expert_reach_other_tokens(ops: OpTable
     assert bool(out[0].isfinite().all()) and not bool(out[1].isfinite().any())
 
 
-@pytest.mark.parametrize("page_size", [1, 16])
+@pytest.mark.parametrize(("page_size", "dim", "with_q_scale"), [(1, 64, False), (16, 64, True), (16, 80, False)])
 @pytest.mark.parametrize("with_norm", [False, True])
-def test_norm_rope_store(ops: OpTable, dtype: torch.dtype, page_size: int, with_norm: bool):
-    tokens, heads, kv_heads, dim, pages = 9, 6, 2, 64, 80 // page_size
+def test_norm_rope_store(
+    ops: OpTable, dtype: torch.dtype, page_size: int, dim: int, with_q_scale: bool, with_norm: bool
+):
+    tokens, heads, kv_heads, pages = 9, 6, 2, 80 // page_size
     qkv = torch.randn(tokens, (heads + 2 * kv_heads) * dim).to(dtype)
     weights = [torch.randn(dim).to(dtype) if with_norm else None for _ in range(2)]
     cos_sin = torch.rand(100, dim)
     positions = torch.randint(0, 100, (tokens,), dtype=torch.int32)
     out_loc = torch.randperm(pages * page_size)[:tokens]
     stored = [torch.full((pages, 2, kv_heads, page_size, dim), 7.0, dtype=dtype) for _ in range(2)]
-    transform = reference.HeadTransform(*weights, EPS, cos_sin)
+    q_scale = 1 + torch.arange(100.0) if with_q_scale else None
+    transform = reference.HeadTransform(*weights, EPS, cos_sin, q_scale)
     q = ops.norm_rope_store(qkv.clone(), transform, positions, stored[0], out_loc)
     want = reference.norm_rope_store(qkv.clone(), transform, positions, stored[1], out_loc)
+    if q_scale is not None:  # of the queries alone, by position
+        plain = reference.HeadTransform(*weights, EPS, cos_sin)
+        unscaled = reference.norm_rope_store(qkv.clone(), plain, positions, stored[1].clone(), out_loc)
+        close(want, unscaled * (1 + positions[:, None, None]).to(dtype))
     close(q, want)
     close(stored[0], stored[1])
     untouched = torch.ones(pages * page_size, dtype=torch.bool)

@@ -53,15 +53,17 @@ class StepAttention(ABC):
 
         May overwrite qkv.
         """
-        return self.forward(self.ops.norm_rope_store(qkv, heads, self.batch.positions, pages, self.out_loc), pages)
+        q = self.ops.norm_rope_store(qkv, heads, self.batch.positions, pages, self.out_loc)
+        return self.forward(q, pages, heads.sinks)
 
     @abstractmethod
-    def forward(self, q: Tensor, pages: Pages) -> Tensor:
+    def forward(self, q: Tensor, pages: Pages, sinks: Tensor | None = None) -> Tensor:
         """Attend: q [T, Hq, D], pages [P, 2, Hk, page, D] of a layer -> contiguous [T, Hq, D].
 
-        The pages have the K/V of this step's tokens. Slots at or beyond a sequence's kv_len, pages before the window
-        and unowned pages may have any values, NaN included. Other sequences of the batch may change only the last bits
-        of a sequence's result, by the split of its sums.
+        `sinks` [Hq] float32 are the layer's, given if its `GroupedQuery` has sinks. The pages have the K/V of this
+        step's tokens. Slots at or beyond a sequence's kv_len, pages before the window and unowned pages may have any
+        values, NaN included. Other sequences of the batch may change only the last bits of a sequence's result, by the
+        split of its sums.
         """
 
 
@@ -118,9 +120,9 @@ class _Mixed(StepAttention):
 
     parts: tuple[StepAttention, StepAttention]
 
-    def forward(self, q: Tensor, pages: Pages) -> Tensor:
+    def forward(self, q: Tensor, pages: Pages, sinks: Tensor | None = None) -> Tensor:
         queries = torch.split(q, [part.batch.num_tokens for part in self.parts])
-        return torch.cat([part.forward(x, pages) for part, x in zip(self.parts, queries, strict=True)])
+        return torch.cat([part.forward(x, pages, sinks) for part, x in zip(self.parts, queries, strict=True)])
 
 
 def _sequences(batch: Batch, which: slice, shape: StepShape) -> Batch:
@@ -152,6 +154,6 @@ class ReferenceAttention(AttentionBackend):
 class _ReferenceStep(StepAttention):
     kind: GroupedQuery
 
-    def forward(self, q: Tensor, pages: Pages) -> Tensor:
+    def forward(self, q: Tensor, pages: Pages, sinks: Tensor | None = None) -> Tensor:
         layout, kind = self.batch.layout, self.kind
-        return self.ops.paged_attention(q, pages, self.page_table, layout, kind.scale, kind.window)
+        return self.ops.paged_attention(q, pages, self.page_table, layout, kind.scale, kind.window, kind.softcap, sinks)

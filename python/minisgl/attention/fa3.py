@@ -61,6 +61,7 @@ class FA3Attention(AttentionBackend):
             layout=layout,
             page_table=page_table[:, :longest].index_select(0, layout.rows),
             scale=kind.scale,
+            softcap=kind.softcap,
             query_bound=max(int(query_lens.max()), MIN_QUERY_BOUND),
             num_splits=MAX_SPLITS if rows <= SPLIT_ROWS else 1,
             zero=self._zero,
@@ -97,6 +98,7 @@ class _Plan:
     layout: SeqLayout
     page_table: Tensor  # [B, pages of the longest], int32
     scale: float
+    softcap: float
     query_bound: int
     num_splits: int
     zero: Tensor
@@ -119,6 +121,7 @@ class _Plan:
             max_seqlen_q=self.query_bound,
             page_table=self.page_table,
             softmax_scale=self.scale,
+            softcap=self.softcap,
             is_causal=True,
             num_splits=self.num_splits,
         )
@@ -129,6 +132,6 @@ class _Plan:
 class _Step(StepAttention):
     plan: _Plan
 
-    def forward(self, q: Tensor, pages: Pages) -> Tensor:
+    def forward(self, q: Tensor, pages: Pages, sinks: Tensor | None = None) -> Tensor:
         assert not isinstance(pages, QuantizedPages), "FA3 cannot read quantized pages"
         return self.plan.run(q, pages)

@@ -78,6 +78,7 @@ class FlashInferAttention(AttentionBackend):
         shape = (kind.heads, kind.kv_heads, kind.head_dim, size)
         options = {
             "sm_scale": kind.scale,
+            "logits_soft_cap": kind.softcap,
             "q_data_type": dtype,
             "kv_data_type": dtype,
             "window_left": -1 if kind.window is None else kind.window - 1,  # keys before a query's own
@@ -111,7 +112,7 @@ class FlashInferAttention(AttentionBackend):
 class _Step(StepAttention):
     wrapper: Any
 
-    def forward(self, q: Tensor, pages: Pages) -> Tensor:
+    def forward(self, q: Tensor, pages: Pages, sinks: Tensor | None = None) -> Tensor:
         assert not isinstance(pages, QuantizedPages), "FlashInfer cannot read quantized pages"
         return _run(self.wrapper, q, pages)
 

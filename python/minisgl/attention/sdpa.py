@@ -1,5 +1,7 @@
 """Paged attention on a CPU in pure torch: gathers the pages of a sequence, then `scaled_dot_product_attention`.
 
+That has neither soft caps nor sinks. With these, the scores of a few queries at a time are in memory.
+
 Sequences are computed one by one: padding them to a common length costs 2 to 26 times as much (measured on the
 prototype), and so a result does not depend on the batch. What layers share (the rows to gather, views of the gathered
 buffer, masks) is computed once per step.
@@ -18,14 +20,17 @@ from torch.nn import functional as F
 from minisgl.attention.backend import AttentionBackend, StepAttention
 from minisgl.core.rounding import ceil_div
 from minisgl.ops.quantized import E4M3, Pages, QuantizedPages
+from minisgl.ops.reference import soft_cap, softmax_with_sinks
 
 if TYPE_CHECKING:
     from minisgl.attention.backend import AttentionSpec
     from minisgl.core.plan import Batch
+    from minisgl.core.specs import GroupedQuery
     from minisgl.ops.table import OpTable
 
 GATHER_BYTES: Final = 8 << 20  # of K/V gathered at a time; more would not stay in the CPU's cache
 QUERY_BLOCK: Final = 256  # queries per masked call
+SCORED_QUERIES: Final = 32  # queries whose scores are in memory: 32 MB for 64 heads and 4,096 keys
 
 Window = int | None  # as in `GroupedQuery`
 
@@ -91,7 +96,7 @@ class CpuAttention(AttentionBackend):
                 first += pages.size * heads
             index = torch.from_numpy(np.concatenate(gathered, 1))
             result.append(_Group(index[0], index[1], self._scratch[:first], blocks))
-        return _Step(self.ops, batch, page_table, out_loc, kind.scale, result)
+        return _Step(self.ops, batch, page_table, out_loc, kind, result)
 
     def _reserve(self, rows: int) -> None:
         if len(self._scratch) < rows:
@@ -103,12 +108,11 @@ class CpuAttention(AttentionBackend):
 class _Step(StepAttention):
     """Sequences by the groups whose pages are gathered together."""
 
-    scale: float
+    kind: GroupedQuery
     groups: list[_Group]
 
-    def forward(self, q: Tensor, pages: Pages) -> Tensor:
+    def forward(self, q: Tensor, pages: Pages, sinks: Tensor | None = None) -> Tensor:
         q_1HTD = q.transpose(0, 1).unsqueeze(0)
-        is_half = q.dtype.itemsize == 2
         outs = []
         for group in self.groups:
             if isinstance(pages, QuantizedPages):
@@ -117,17 +121,37 @@ class _Step(StepAttention):
                 group.gathered.view_as(floats).copy_(floats * scale.unsqueeze(2))
             else:
                 _gather(pages, group, group.gathered)
-            for b in group.blocks:
-                q_block = q_1HTD[:, :, b.start : b.stop]
-                outs.append(self._half_decode(q_block, b) if is_half and b.is_decode else self._attend(q_block, b))
+            outs += [self._attend(q_1HTD[:, :, b.start : b.stop], b, sinks) for b in group.blocks]
         out = outs[0] if len(outs) == 1 else torch.cat(outs, dim=2)
         return out.squeeze(0).transpose(0, 1).contiguous()
 
-    def _attend(self, q: Tensor, b: _Block) -> Tensor:
+    def _attend(self, q: Tensor, b: _Block, sinks: Tensor | None) -> Tensor:
         """Attend: q [1, Hq, queries, D] -> the same shape."""
+        if self.kind.softcap or sinks is not None:
+            return self._attend_by_scores(q, b, sinks)
+        if q.dtype.itemsize == 2 and b.is_decode:
+            return self._half_decode(q, b)
         return F.scaled_dot_product_attention(
-            q, b.k, b.v, b.mask, is_causal=b.is_causal, scale=self.scale, enable_gqa=True
+            q, b.k, b.v, b.mask, is_causal=b.is_causal, scale=self.kind.scale, enable_gqa=True
         )
+
+    def _attend_by_scores(self, q: Tensor, b: _Block, sinks: Tensor | None) -> Tensor:
+        """Attend as `_attend`, with the soft cap and sinks."""
+        _, num_kv_heads, num_keys, head_dim = b.k.shape
+        by_kv_head = None if sinks is None else sinks.view(num_kv_heads, -1, 1)
+        outs = []
+        for first, part in enumerate(torch.split(q, SCORED_QUERIES, dim=2)):
+            rows = part.reshape(1, num_kv_heads, -1, head_dim).float()
+            scores = soft_cap(rows @ b.k.float().mT * self.kind.scale, self.kind.softcap)
+            scores = scores.view(num_kv_heads, -1, part.shape[2], num_keys)
+            if b.is_causal:
+                ahead = torch.ones(scores.shape[2:], dtype=torch.bool).triu_(1 + first * SCORED_QUERIES)
+                scores.masked_fill_(ahead, float("-inf"))
+            elif b.mask is not None:
+                scores += b.mask[first * SCORED_QUERIES :][: part.shape[2]]
+            weights = softmax_with_sinks(scores, by_kv_head).view(1, num_kv_heads, -1, num_keys)
+            outs.append((weights @ b.v.float()).view(part.shape).to(q.dtype))
+        return torch.cat(outs, dim=2)
 
     def _half_decode(self, q: Tensor, b: _Block) -> Tensor:
         """Attend with one query [1, Hq, 1, D], where the query heads of a KV head are the rows of one matrix.
@@ -139,7 +163,7 @@ class _Step(StepAttention):
         size = q.shape[2]
         if size == 1:
             q = q.expand(-1, -1, 2, -1)
-        out = F.scaled_dot_product_attention(q, b.k, b.v, scale=self.scale)
+        out = F.scaled_dot_product_attention(q, b.k, b.v, scale=self.kind.scale)
         return out[:, :, :size].reshape(1, -1, 1, head_dim)
 
 

@@ -30,6 +30,7 @@ class Requirements:
     head_dims: tuple[int, ...] | None = None
     page_sizes: tuple[int, ...] | None = None
     windows: bool = True
+    sinks: bool = True
     fp8_cache: bool = False
     drafts: bool = True  # decodes sequences with drafts, whose lengths only the device knows
     module: str = ""  # a module of an optional package, which `extra` installs
@@ -46,12 +47,14 @@ class Requirements:
         ):
             if allowed is not None and value not in allowed:
                 return f"{word} {value} is not one of {', '.join(str(a) for a in allowed)}"
-        if not self.fp8_cache and spec.fp8_cache:
-            return "an FP8 cache is not supported"
-        if not self.windows and spec.kind.window is not None:
-            return "sliding windows are not supported"
-        if not self.drafts and spec.max_queries > 1:
-            return "it cannot decode with drafts"
+        for is_needed, is_supported, sentence in (
+            (spec.fp8_cache, self.fp8_cache, "an FP8 cache is not supported"),
+            (spec.kind.window is not None, self.windows, "sliding windows are not supported"),
+            (spec.kind.has_sinks, self.sinks, "attention sinks are not supported"),
+            (spec.max_queries > 1, self.drafts, "it cannot decode with drafts"),
+        ):
+            if is_needed and not is_supported:
+                return sentence
         if self.module and find_spec(self.module) is None:
             return f"{self.module} is not installed; pip install 'minisgl[{self.extra}]'"
         if self.capability is not None and (found := torch.cuda.get_device_capability()) != self.capability:
@@ -74,7 +77,7 @@ ATTENTION.add(
 ATTENTION.add(
     "fi",
     "minisgl.attention.fi:FlashInferAttention",
-    Requirements(("cuda",), HALVES, (64, 128, 256), drafts=False, module="flashinfer", extra="fi").refusal,
+    Requirements(("cuda",), HALVES, (64, 128, 256), sinks=False, drafts=False, module="flashinfer", extra="fi").refusal,
 )
 # The limits of fa3's wheel: no float16, no windows, whole tiles of 128 keys per page (80 for head dimension 256).
 ATTENTION.add(
@@ -86,6 +89,7 @@ ATTENTION.add(
         head_dims=(64, 128),
         page_sizes=(128, 256, 512, 1024),
         windows=False,
+        sinks=False,
         drafts=False,
         module="fa3_fwd",
         extra="fa3",

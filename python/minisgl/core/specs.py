@@ -66,8 +66,9 @@ class Mixer(Protocol):
 class GroupedQuery:
     """Causal attention in which several query heads read one KV head (arXiv:2305.13245). Counts are one rank's.
 
-    Scores are multiplied by `scale`. A query attends to `window` positions, its own included; None means all. K and V
-    are in pages of `group`.
+    Scores are multiplied by `scale`. A `softcap` limits them to c tanh(score / c) (arXiv:2408.00118); 0 means no limit.
+    A query attends to `window` positions, its own included; None means all. With `has_sinks`, each query head has a
+    learned logit that takes part in the softmax and has no value (arXiv:2508.10925). K and V are in pages of `group`.
     """
 
     heads: int
@@ -76,6 +77,8 @@ class GroupedQuery:
     scale: float
     window: int | None = None
     group: int = FULL
+    softcap: float = 0.0
+    has_sinks: bool = False
 
     @property
     def states(self) -> tuple[Paged]:

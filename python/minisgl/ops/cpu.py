@@ -88,6 +88,8 @@ def norm_rope_store(
         slots = pages.permute(0, 3, 1, 2, 4)  # [P, page, 2, Hk, D]
         slots.index_put_((out_loc // page_size, out_loc % page_size), kv)
     q = rotated[:, :num_heads]
+    if heads.q_scale is not None:
+        q *= heads.q_scale.index_select(0, positions).view(-1, 1, 1)
     return q if q.dtype is qkv.dtype else q.to(qkv.dtype)
 
 

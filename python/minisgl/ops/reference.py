@@ -186,22 +186,26 @@ def store_kv(k: Tensor, v: Tensor, pages: Pages, out_loc: Tensor) -> None:
 
 @dataclass(frozen=True, slots=True)
 class HeadTransform:
-    """What a layer does to the heads of q and k before attention: an optional norm with weights [D], then RoPE.
+    """What a layer has for the heads of q and k: an optional norm with weights [D], then RoPE.
 
-    Either both q and k have a norm or neither has. `cos_sin` is as in `rope`.
+    Either both q and k have a norm or neither has. `cos_sin` is as in `rope`. After it, q is multiplied by `q_scale`
+    [max position] float32 at its position. `sinks` [Hq] float32 are as in `paged_attention`.
     """
 
     q_weight: Tensor | None
     k_weight: Tensor | None
     eps: float
     cos_sin: Tensor
+    q_scale: Tensor | None = None
+    sinks: Tensor | None = None
 
 
 def norm_rope_store(qkv: Tensor, heads: HeadTransform, positions: Tensor, pages: Pages, out_loc: Tensor) -> Tensor:
     """Do everything between the QKV projection and attention: per-head norm, rotary embedding, K/V storage.
 
     qkv [T, (Hq + 2 Hk) D] has q, k and v heads in this order. With weights, each head of q and k is normalised by
-    `rms_norm` first. k and v are stored as in `store_kv`. Returns q [T, Hq, D]. May overwrite `qkv`.
+    `rms_norm` first. k and v are stored as in `store_kv`. Returns q [T, Hq, D], with `q_scale` in it. May overwrite
+    `qkv`.
     """
     num_kv_heads, head_dim = pages.shape[2], pages.shape[4]
     num_heads = qkv.shape[1] // head_dim - 2 * num_kv_heads
@@ -210,7 +214,23 @@ def norm_rope_store(qkv: Tensor, heads: HeadTransform, positions: Tensor, pages:
         q, k = rms_norm(q, heads.q_weight, heads.eps), rms_norm(k, heads.k_weight, heads.eps)
     q, k = rope(q, k, heads.cos_sin, positions)
     store_kv(k, v, pages, out_loc)
-    return q
+    return q if heads.q_scale is None else (q * heads.q_scale[positions.long(), None, None]).to(q.dtype)
+
+
+def soft_cap(scores: Tensor, softcap: float) -> Tensor:
+    """Return c tanh(scores / c) for the limit c, or the scores if it is 0 (Gemma 2, arXiv:2408.00118)."""
+    return torch.tanh(scores / softcap) * softcap if softcap else scores
+
+
+def softmax_with_sinks(scores: Tensor, sinks: Tensor | None) -> Tensor:
+    """Return exp(scores) / (sum of exp(scores) + exp(sink)) over the last dimension, in float32.
+
+    sinks are as scores without their last dimension, or can be broadcast to that; without them, this is the softmax.
+    """
+    if sinks is None:
+        return scores.softmax(-1, dtype=torch.float32)
+    column = sinks.expand(scores.shape[:-1]).unsqueeze(-1)
+    return torch.cat([scores, column], -1).softmax(-1, dtype=torch.float32)[..., :-1]
 
 
 def look_up(
@@ -255,13 +275,16 @@ def paged_attention(
     layout: SeqLayout,
     scale: float,
     window: int | None = None,
+    softcap: float = 0.0,
+    sinks: Tensor | None = None,
 ) -> Tensor:
     """Return softmax(scale q K^T) V of each sequence over its own pages, in float32 -> [T, Hq, D] in q's dtype.
 
     q [T, Hq, D] is grouped by sequence as in `layout`; pages [P, 2, Hk, page, D]; page_table [rows, W] int32. Query i
     of a sequence has position kv_len - query_len + i and attends to positions up to its own; with `window`, only to the
-    last `window` of them (arXiv:2004.05150). Query head h reads KV head h // (Hq / Hk). Slots from kv_len on, and pages
-    that no query attends to, may have any values, NaN included.
+    last `window` of them (arXiv:2004.05150). Query head h reads KV head h // (Hq / Hk). `soft_cap` limits scores before
+    they are masked; with `sinks` [Hq], the softmax is `softmax_with_sinks`. Slots from kv_len on, and pages that no
+    query attends to, may have any values, NaN included.
     """
     num_kv_heads, page_size = pages.shape[2], pages.shape[3]
     group = q.shape[1] // num_kv_heads
@@ -275,11 +298,13 @@ def paged_attention(
         kv_len -= first * page_size
         kv = gathered.permute(1, 2, 0, 3, 4).flatten(2, 3)[:, :, :kv_len]  # [2, Hk, kv_len, D]
         k, v = kv.repeat_interleave(group, dim=1)
-        scores = torch.einsum("qhd,hkd->hqk", q[start : start + query_len].float(), k) * scale
+        scores = soft_cap(torch.einsum("qhd,hkd->hqk", q[start : start + query_len].float(), k) * scale, softcap)
         positions = torch.arange(kv_len, device=q.device)
         ahead = positions[None, :] - positions[kv_len - query_len :, None]
         hidden = ahead > 0 if window is None else (ahead > 0) | (ahead <= -window)
-        weights = scores.masked_fill(hidden, float("-inf")).softmax(-1)
+        weights = softmax_with_sinks(
+            scores.masked_fill(hidden, float("-inf")), None if sinks is None else sinks[:, None]
+        )
         out[start : start + query_len] = torch.einsum("hqk,hkd->qhd", weights, v).to(q.dtype)
         start += query_len
     return out

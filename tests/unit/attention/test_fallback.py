@@ -129,6 +129,10 @@ def test_optional_backends_name_their_requirements(monkeypatch: pytest.MonkeyPat
     windowed = replace(SPEC, kind=replace(KIND, window=512))
     assert ATTENTION.refusal("fi", windowed) is None
     assert ATTENTION.refusal("fa3", windowed) == "sliding windows are not supported"
+    for name in ("fi", "fa3"):
+        assert ATTENTION.refusal(name, replace(SPEC, kind=replace(KIND, softcap=50.0))) is None
+        with_sinks = replace(SPEC, kind=replace(KIND, has_sinks=True))
+        assert ATTENTION.refusal(name, with_sinks) == "attention sinks are not supported"
 
 
 @pytest.mark.parametrize(
