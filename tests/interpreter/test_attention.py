@@ -8,7 +8,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-from contract.test_attention import MIXES
+from contract.test_attention import MIXES, OPTIONS
 from minisgl.attention import triton as triton_attention
 from minisgl.kernels.hopper import attention as cuda_attention
 from minisgl.kernels.hopper import kernels
@@ -47,8 +47,52 @@ def test_float32(mix: str):
     check_forward(MIXES[mix], 16, 2, 64, torch.float32, CPU)
 
 
-def test_head_dimension_256():
-    check_forward([(1, 100), (40, 90)], 64, 2, 256, HALF, CPU)
+MANY, SPLIT = [(1, 40 + i) for i in range(45)], [(1, 5), (1, 1200), (5, 700)]  # whole ones by ticket, and parts
+
+
+@pytest.mark.parametrize("dim", [80, 96, 192, 256, 512])
+def test_other_head_sizes(dim: int):
+    for mix, page_size, window in (([(1, 100), (1, 3), (40, 90)], 64, None), (SPLIT, 16, 500)):
+        check_forward(mix, page_size, 2, dim, HALF, CPU, window=window)
+    check_attend([(1, 100), (1, 3), (1, 65)], 64, 3, dim, HALF, CPU, True)
+    check_drafted([(3, 3), (1, 70), (5, 300)], 64, 2, dim, HALF, CPU, 5, 40)
+    check_fp8([(1, 100), (1, 3), (30, 70)], 64, 2, dim, HALF, CPU, None)
+
+
+@pytest.mark.parametrize(
+    ("option", "mix", "page_size", "group", "dim", "window"),
+    [
+        ("sinks", "split", 64, 2, 64, None),
+        ("sinks", "many", 16, 8, 64, 40),
+        ("softcap", "split", 16, 1, 96, 300),
+        ("softcap", "mixed", 64, 3, 64, None),
+        ("both", "mixed", 16, 2, 80, 40),
+        ("both", "split", 64, 4, 64, 700),
+    ],
+)
+def test_options_of_scores(option: str, mix: str, page_size: int, group: int, dim: int, window: int | None):
+    """A sink in each part of a split sequence, or in none, changes outputs by more than the tolerance."""
+    chosen = (MIXES | {"many": MANY, "split": SPLIT})[mix]
+    check_forward(chosen, page_size, group, dim, HALF, CPU, window=window, option=OPTIONS[option])
+    decodes = [pair for pair in chosen if pair[0] == 1]
+    check_attend(decodes, page_size, group, dim, HALF, CPU, option == "both", window=window, option=OPTIONS[option])
+
+
+@pytest.mark.parametrize("option", OPTIONS)
+def test_options_of_scores_with_drafts_graphs_and_pages_of_8_bits(option: str):
+    for fp8_cache in (False, True):
+        check_drafted(DRAFTED, 64, 3, 64, HALF, CPU, 5, 40, fp8_cache, OPTIONS[option])
+    check_padded(MIXES["mixed"], 2, 64, HALF, CPU, option=OPTIONS[option])
+    check_fp8([(1, 300), (1, 30), (40, 90)], 64, 2, 80, HALF, CPU, None, option=OPTIONS[option])
+
+
+@pytest.mark.skipif(compiler is None, reason="needs a C++ compiler")
+@pytest.mark.parametrize("option", OPTIONS)
+def test_kernels_in_cuda_are_not_used_with_options_of_scores(option: str, monkeypatch: pytest.MonkeyPatch):
+    ran = emulate(cuda_attention, monkeypatch)
+    monkeypatch.setattr(triton_attention, "hopper", lambda: kernels)
+    check_fp8([(1, 300), (1, 3), (1, 64)] * 3, 64, 4, 128, HALF, CPU, None, option=OPTIONS[option])
+    assert not ran
 
 
 @pytest.mark.parametrize(("page_size", "group", "dim"), [(1, 1, 64), (16, 2, 64), (64, 5, 64), (64, 4, 128)])

@@ -72,7 +72,7 @@ ATTENTION.add("cpu", "minisgl.attention.sdpa:CpuAttention", Requirements(("cpu",
 ATTENTION.add(
     "triton",
     "minisgl.attention.triton:TritonAttention",
-    Requirements(("cuda",), FLOATS, (64, 128, 256), fp8_cache=True).refusal,
+    Requirements(("cuda",), FLOATS, (64, 80, 96, 128, 192, 256, 512), fp8_cache=True).refusal,
 )
 ATTENTION.add(
     "fi",

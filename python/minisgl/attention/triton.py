@@ -58,18 +58,20 @@ class TritonAttention(AttentionBackend):
         super().__init__(spec, ops)
         device = torch.device(spec.device_type)
         heads, dim = spec.kind.kv_heads, spec.kind.head_dim
+        width = next_power_of_2(dim)  # of tiles
         group = spec.kind.heads // heads
         self._num_sms = (
             INTERPRETER_SMS if INTERPRETED else torch.cuda.get_device_properties(device).multi_processor_count
         )
         parts = 2 * self._num_sms
         self._scale = spec.kind.scale * LOG2_E
+        self._softcap = spec.kind.softcap * LOG2_E
         self._window = spec.kind.window or 0  # all positions
         shared = {"NUM_KV_HEADS": heads, "GROUP_SIZE": group, "HEAD_DIM": dim, "PAGE_SIZE": spec.page_size}
 
         # An SM holds two programs of four warps, or four of two warps (255 registers per thread) if tiles are not too
         # large.
-        resident = 4 if dim <= 128 else 2
+        resident = 4 if width <= 128 else 2
         splits, few_splits = (max(1, n * self._num_sms // heads) for n in (resident, 2))
         slots = (spec.max_rows + splits) * heads * group * spec.max_queries
         int32, float32 = torch.int32, torch.float32
@@ -78,32 +80,37 @@ class TritonAttention(AttentionBackend):
         self._counters = torch.empty(spec.max_rows * heads, dtype=int32, device=device)
         self._part = torch.empty(slots, dim, dtype=float32, device=device)
         self._lse = torch.empty(slots, dtype=float32, device=device)
-        # Read as many bytes at a time from 8-bit pages as from 16-bit ones.
-        tile = {"TILE_KEYS": 64 if spec.fp8_cache and dim <= 128 else 32}
+        # Read as many bytes at a time from 8-bit pages as from 16-bit ones, and from heads of 512 as from those of 256.
+        tile = {"TILE_KEYS": 16 if width > 256 else 64 if spec.fp8_cache and width <= 128 else 32}
         self._decode = {}
         for queries in {1, spec.max_queries}:
             block = next_power_of_2(queries * group)
+            block_m = max(16, block)
             self._decode[queries] = {
                 **shared,
                 **tile,
                 "MAX_QUERIES": queries,
-                "BLOCK_G": min(block, 2048 // dim),
-                "BLOCK_M": max(16, block),
+                "BLOCK_G": min(block, 2048 // width),
+                "BLOCK_M": block_m,
                 "NUM_STAGES": 3 if spec.dtype is torch.float32 else 5,
                 "NUM_SPLITS": splits,
-                "num_warps": 2 if block * dim <= 4096 else 4,
+                "num_warps": 2 if block_m * width <= 4096 else 8 if width > 256 and block_m > 16 else 4,
             }
-        room = hopper() if spec.fp8_cache else None
+        room = hopper() if spec.fp8_cache and not spec.kind.softcap and not spec.kind.has_sinks else None
         self._cuda = room if room is not None and room.supports(spec.dtype, dim, group, spec.page_size) else None
+        # The fused kernel's heads of 512 do not fit in registers.
+        self._fused_rows = FEW_ROWS if self._cuda is not None else FUSED_ROWS if width <= 256 else 0
         self._decode_few = {**self._decode[1], "NUM_SPLITS": few_splits, "num_warps": 4}
 
         # Large tiles read the keys half as often (with 64 rows, 400 TFLOP/s would need the whole bandwidth of the L2).
         # With 128 registers, an SM holds two of their programs: one computes while the other waits. Small tiles are for
         # chunks with too few large ones.
-        small = {"BLOCK_M": 64, "BLOCK_N": 64 if dim <= 128 else 32, "NUM_STAGES": 2, "num_warps": 4}
+        small = {"BLOCK_M": 64, "BLOCK_N": 64 if width <= 128 else 32, "NUM_STAGES": 2, "num_warps": 4}
         large = {"BLOCK_M": 128, "BLOCK_N": 64, "NUM_STAGES": 2, "num_warps": 8}
-        if dim <= 128:
+        if width <= 128:
             large["maxnreg"] = 128
+        elif width > 256:  # limited by registers and shared memory
+            small = large = {"BLOCK_M": 64, "BLOCK_N": 32, "NUM_STAGES": 2, "num_warps": 8}
         if spec.dtype is torch.float32:  # without tensor cores: limited by registers
             small = large = {"BLOCK_M": 32, "BLOCK_N": 16, "NUM_STAGES": 2, "num_warps": 8}
 
@@ -137,8 +144,7 @@ class TritonAttention(AttentionBackend):
                 **{name: kernel[name] for name in ("NUM_SPLITS", "NUM_KV_HEADS", "TILE_KEYS")},
             )
         chunks = self._list_chunks(layout, shape) if shape.chunks else None
-        fused_rows = FUSED_ROWS if self._cuda is None else FEW_ROWS
-        is_fused = chunks is None and shape.queries == 1 and shape.decodes <= fused_rows
+        is_fused = chunks is None and shape.queries == 1 and shape.decodes <= self._fused_rows
         return _Step(self.ops, batch, page_table, out_loc, self, kernel, chunks, is_fused)
 
     def _list_chunks(self, layout: SeqLayout, shape: StepShape) -> _Tiles:
@@ -169,7 +175,9 @@ class TritonAttention(AttentionBackend):
             return self._whole
         return self._large if longest >= LONG_CONTEXT and num_large >= num_chunks else self._small
 
-    def run_chunks(self, q: Tensor, pages: Pages, page_table: Tensor, chunks: _Tiles, out: Tensor) -> None:
+    def run_chunks(
+        self, q: Tensor, pages: Pages, page_table: Tensor, chunks: _Tiles, out: Tensor, sinks: Tensor | None
+    ) -> None:
         """Write the output of the prompt chunks to their rows of `out`."""
         if self._cuda is not None and chunks.tiling is self._whole and q.dtype is torch.float16:
             data, scales = data_and_scale(pages)
@@ -186,16 +194,26 @@ class TritonAttention(AttentionBackend):
             self._tile_part,
             self._tile_lse,
             out,
+            sinks,
             self._scale,
             q.stride(0),
             page_table.stride(0),
             *page_strides(pages),
             WINDOW=self._window,
+            SOFTCAP=self._softcap,
             IS_FP8=isinstance(pages, QuantizedPages),
             **chunks.tiling.kernel,
         )
 
-    def run_decode(self, q: Tensor, pages: Pages, step: _Step, out: Tensor, heads: HeadTransform | None = None) -> None:
+    def run_decode(
+        self,
+        q: Tensor,
+        pages: Pages,
+        step: _Step,
+        out: Tensor,
+        sinks: Tensor | None,
+        heads: HeadTransform | None = None,
+    ) -> None:
         """Write the output of the decoding sequences to the first rows of `out`.
 
         With `heads`, `q` has q, k and v, which are not normalised and rotated yet.
@@ -220,9 +238,11 @@ class TritonAttention(AttentionBackend):
             self._part,
             self._lse,
             out,
+            sinks,
             heads.q_weight if heads is not None else None,
             heads.k_weight if heads is not None else None,
             heads.cos_sin if heads is not None else None,
+            heads.q_scale if heads is not None else None,
             step.out_loc if heads is not None else None,
             self._scale,
             heads.eps if heads is not None else 0.0,
@@ -230,6 +250,7 @@ class TritonAttention(AttentionBackend):
             table.stride(0),
             *page_strides(pages),
             WINDOW=self._window,
+            SOFTCAP=self._softcap,
             FUSED=heads is not None,
             HAS_NORM=has_norm,
             IS_FP8=isinstance(pages, QuantizedPages),
@@ -261,15 +282,15 @@ class _Step(StepAttention):
             return StepAttention.attend(self, qkv, heads, pages)
         kind = self.backend.spec.kind
         out = qkv.new_empty(len(qkv), kind.heads, kind.head_dim)
-        self.backend.run_decode(qkv.view(len(qkv), -1, kind.head_dim), pages, self, out, heads)
+        self.backend.run_decode(qkv.view(len(qkv), -1, kind.head_dim), pages, self, out, heads.sinks, heads)
         return out
 
-    def forward(self, q: Tensor, pages: Pages) -> Tensor:
+    def forward(self, q: Tensor, pages: Pages, sinks: Tensor | None = None) -> Tensor:
         spec = self.backend.spec
         assert q.stride()[1:] == (spec.kind.head_dim, 1), "the heads of a token must be adjacent"
         out = torch.empty(q.shape, dtype=spec.dtype, device=q.device)
         if self.batch.shape.decodes:
-            self.backend.run_decode(q, pages, self, out)
+            self.backend.run_decode(q, pages, self, out, sinks)
         if self.chunks is not None:
-            self.backend.run_chunks(q, pages, self.page_table, self.chunks, out)
+            self.backend.run_chunks(q, pages, self.page_table, self.chunks, out, sinks)
         return out

@@ -15,5 +15,7 @@ def spec(device: str = "cuda", dtype: torch.dtype = torch.bfloat16, head_dim: in
 
 def test_auto_selects_triton_for_supported_head_dims():
     assert ATTENTION.choose("auto", spec()) == "triton"
-    assert ATTENTION.choose("auto", spec(head_dim=96)) == "reference"
+    for head_dim in (64, 80, 96, 192, 256, 512):
+        assert ATTENTION.choose("auto", spec(head_dim=head_dim)) == "triton"
+    assert ATTENTION.choose("auto", spec(head_dim=72)) == "reference"
     assert ATTENTION.choose("auto", spec("cpu")) == "cpu"

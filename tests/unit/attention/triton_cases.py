@@ -9,7 +9,7 @@ import numpy as np
 import torch
 
 from contract.harness import Span, make_batch
-from contract.test_attention import give_back, setting
+from contract.test_attention import give_back, setting, sinks_of
 from minisgl.attention.backend import AttentionSpec
 from minisgl.attention.triton import TritonAttention
 from minisgl.core.layout import Flag
@@ -25,6 +25,8 @@ from minisgl.ops.table import OpTable
 Mix = list[tuple[int, int]]
 TOLERANCE = {torch.float32: 1e-5, torch.float16: 1e-3, torch.bfloat16: 6e-3}  # of the norm of one sequence's output
 EPS = 1e-6
+Option = tuple[float, bool]  # a soft cap, and whether there are sinks
+PLAIN: Option = (0.0, False)
 
 
 class Case:
@@ -41,6 +43,7 @@ class Case:
         seed: int = 0,
         window: int | None = None,
         max_queries: int = 1,
+        option: Option = PLAIN,
     ) -> None:
         pages, table, q, self.spans = setting(mix, page_size, group, dim, dtype, seed)
         self.pages: Any = apart(pages.to(device))
@@ -52,7 +55,10 @@ class Case:
                 slot["flags"] |= Flag.FROM_DEVICE
             batch = replace(batch, shape=step_shape(batch.slots))
         self.batch = on(batch, device)
-        self.kind = GroupedQuery(q.shape[1], self.kv_heads, dim, dim**-0.5, window)
+        softcap, has_sinks = option
+        self.sinks = sinks_of(q.shape[1]).to(device) if has_sinks else None
+        scale = dim**-0.5
+        self.kind = GroupedQuery(q.shape[1], self.kv_heads, dim, scale, window, softcap=softcap, has_sinks=has_sinks)
         spec = AttentionSpec(device, dtype, self.kind, page_size, len(mix) + 1, max_queries)
         self.attention = TritonAttention(spec, OpTable())
         generator = torch.Generator().manual_seed(seed)
@@ -61,6 +67,7 @@ class Case:
         self.out_loc = page * page_size + positions % page_size
         angle = torch.rand(int(positions.max()) + 1, dim // 2, generator=generator) * 6
         self.cos_sin = torch.cat([angle.cos(), angle.sin()], -1).to(device)
+        self.q_scale = None if option == PLAIN else (2.0 ** (torch.arange(len(angle)) % 3 - 1)).to(device)
         norm = dtype if window is None else torch.float32  # the two ways in which families have norms and windows
         self.weights = [(torch.rand(dim, generator=generator) + 0.5).to(device, norm) for _ in range(2)]
         new = torch.randn(len(positions), 2 * self.kv_heads, dim, generator=generator).to(device, dtype)
@@ -77,14 +84,17 @@ class Case:
         if self.kind.window is not None and isinstance(pages, torch.Tensor):
             pages = apart(pages)
             give_back(pages, self.table, self.spans, self.kind.window)
-        return self.step().forward(q, pages)
+        return self.step().forward(q, pages, self.sinks)
 
     def expected(self, q: torch.Tensor, pages: torch.Tensor) -> torch.Tensor:
-        return reference.paged_attention(q, pages, self.table, self.batch.layout, self.kind.scale, self.kind.window)
+        kind = self.kind
+        return reference.paged_attention(
+            q, pages, self.table, self.batch.layout, kind.scale, kind.window, kind.softcap, self.sinks
+        )
 
     def heads(self, with_norm: bool) -> HeadTransform:
         q_weight, k_weight = self.weights if with_norm else (None, None)
-        return HeadTransform(q_weight, k_weight, EPS, self.cos_sin)
+        return HeadTransform(q_weight, k_weight, EPS, self.cos_sin, self.q_scale, self.sinks)
 
 
 def apart(pages: torch.Tensor) -> torch.Tensor:
@@ -129,8 +139,9 @@ def check_forward(
     seed: int = 0,
     window: int | None = None,
     max_queries: int = 1,
+    option: Option = PLAIN,
 ) -> None:
-    case = Case(mix, page_size, group, dim, dtype, device, seed, window, max_queries)
+    case = Case(mix, page_size, group, dim, dtype, device, seed, window, max_queries, option)
     assert_near(case.forward(), case.expected(case.q, case.pages), case.spans)
 
 
@@ -144,9 +155,10 @@ def check_drafted(
     max_queries: int,
     window: int | None = None,
     fp8_cache: bool = False,
+    option: Option = PLAIN,
 ) -> None:
     """Sequences with drafts by the kernel that decodes, with unused slots and a sequence that pads after them."""
-    case = Case(mix, page_size, group, dim, dtype, device, 0, window, max_queries)
+    case = Case(mix, page_size, group, dim, dtype, device, 0, window, max_queries, option)
     if fp8_cache:
         case.attention = TritonAttention(replace(case.attention.spec, fp8_cache=True), OpTable())
         case.pages = quantized(case.pages)
@@ -158,14 +170,22 @@ def check_drafted(
     case.batch = replace(case.batch, shape=shape, layout=SeqLayout(rows, kv_lens, cu_query_lens))
     q = torch.cat([case.q, torch.full_like(case.q[:1], 0.5).expand(extra, -1, -1)])
     poison(q)
-    out = case.step().forward(q, case.pages)
+    out = case.step().forward(q, case.pages, case.sinks)
     case.batch = replace(case.batch, layout=layout)
     assert_near(out[:used], case.expected(case.q, case.pages), case.spans)
 
 
-def check_padded(mix: Mix, group: int, dim: int, dtype: torch.dtype, device: str, window: int | None = None) -> None:
+def check_padded(
+    mix: Mix,
+    group: int,
+    dim: int,
+    dtype: torch.dtype,
+    device: str,
+    window: int | None = None,
+    option: Option = PLAIN,
+) -> None:
     """A step as graphs have it: unused decode slots without keys, and a chunk that only pads."""
-    case = Case(mix, 64, group, dim, dtype, device, window=window)
+    case = Case(mix, 64, group, dim, dtype, device, window=window, option=option)
     layout, used, extra = case.batch.layout, len(case.q), 5
     decodes = next((i for i, (queries, _) in enumerate(mix) if queries > 1), len(mix))
     first, chunks = min(decodes + 3, len(mix) + 1), len(mix) - decodes + 3
@@ -180,7 +200,7 @@ def check_padded(mix: Mix, group: int, dim: int, dtype: torch.dtype, device: str
     case.batch = replace(case.batch, shape=shape, layout=padded)
     q = torch.cat([case.q, torch.full_like(case.q[:1], 0.5).expand(extra, -1, -1)])
     poison(q)
-    out = case.step().forward(q, case.pages)
+    out = case.step().forward(q, case.pages, case.sinks)
     case.batch = replace(case.batch, layout=layout)
     assert_near(out[:used], case.expected(case.q, case.pages), case.spans)
 
@@ -195,9 +215,10 @@ def check_attend(
     with_norm: bool,
     seed: int = 0,
     window: int | None = None,
+    option: Option = PLAIN,
 ) -> None:
     """Decode with all that stands before it; the slots of the new tokens are NaN at the start."""
-    case = Case(mix, page_size, group, dim, dtype, device, seed, window)
+    case = Case(mix, page_size, group, dim, dtype, device, seed, window, option=option)
     case.pages[case.out_loc // page_size, :, :, case.out_loc % page_size] = float("nan")
     heads, pages, qkv = case.heads(with_norm), case.pages.clone(), case.qkv.flatten(1)
     poison(case.q)
@@ -225,9 +246,10 @@ def check_fp8(
     device: str,
     window: int | None,
     values: float = 1.0,
+    option: Option = PLAIN,
 ) -> None:
     """Pages in 8 bits: products, and what is stored, are those of the rounded numbers. `values` is the size of V."""
-    case = Case(mix, page_size, group, dim, dtype, device, 0, window)
+    case = Case(mix, page_size, group, dim, dtype, device, 0, window, option=option)
     case.pages[:, 1] *= values
     case.qkv[:, -case.kv_heads :] *= values
     case.attention = TritonAttention(replace(case.attention.spec, fp8_cache=True), OpTable())

@@ -44,12 +44,14 @@ def compile_kernel(
     return triton.compile(source, target=backends.GPUTarget("cuda", 90, 32), options=options).asm[form]
 
 
-@pytest.mark.parametrize(("heads", "kv_heads", "dim"), [(16, 8, 128), (4, 2, 32), (3, 1, 16), (5, 1, 256)])
+@pytest.mark.parametrize(("heads", "kv_heads", "dim"), [(16, 8, 128), (4, 2, 32), (3, 1, 80), (5, 1, 512)])
 @pytest.mark.parametrize("has_norm", [False, True])
 def test_norm_rope_store_compiles_for_any_number_of_heads(heads: int, kv_heads: int, dim: int, has_norm: bool):
     pointers = dict.fromkeys(("qkv_ptr", "q_weight_ptr", "k_weight_ptr", "pages_ptr", "scale_ptr"), "*bf16")
     pointers |= {"cos_sin_ptr": "*fp32", "positions_ptr": "*i32", "out_loc_ptr": "*i64", "eps": "fp32"}
-    block, kv_block = (min(triton.next_power_of_2(n), max(1, 1024 // dim)) for n in (heads, kv_heads))
+    pointers |= {"q_scale_ptr": "*fp32"}
+    most = max(1, 1024 // triton.next_power_of_2(dim))
+    block, kv_block = (min(triton.next_power_of_2(n), most) for n in (heads, kv_heads))
     sizes = {"NUM_HEADS": heads, "NUM_KV_HEADS": kv_heads, "HEAD_DIM": dim, "PAGE_SIZE": 64}
     blocks = {"HAS_NORM": has_norm, "BLOCK_HEADS": block, "BLOCK_KV_HEADS": kv_block, "IS_FP8": False}
     assert compile_kernel(norm._norm_rope_store, pointers, sizes | blocks)
@@ -183,27 +185,35 @@ def test_quantized_experts_compile(name: str, scale: int):
 
 
 @pytest.mark.slow
-def test_attention_over_pages_of_8_bits_compiles():
+@pytest.mark.parametrize(("dim", "is_fp8", "has_options"), [(128, True, False), (80, True, True), (512, False, True)])
+def test_attention_compiles(dim: int, is_fp8: bool, has_options: bool):
+    """With the tiles of `TritonAttention`, whose shared memory an SM of an H200 has."""
     pointers = dict.fromkeys(("out_ptr", "q_weight_ptr", "k_weight_ptr"), "*bf16")
     pointers |= dict.fromkeys(("kv_scale_ptr", "part_ptr", "lse_ptr", "cos_sin_ptr"), "*fp32")
+    pointers |= dict.fromkeys(("sinks_ptr", "q_scale_ptr"), "*fp32")
     pointers |= dict.fromkeys(("page_table_ptr", "work_ptr", "counters_ptr"), "*i32")
-    pointers |= {"pages_ptr": "*fp8e4nv", "out_loc_ptr": "*i64", "scale": "fp32", "eps": "fp32"}
-    sizes = {"NUM_KV_HEADS": 8, "GROUP_SIZE": 4, "HEAD_DIM": 128, "PAGE_SIZE": 64, "WINDOW": 0, "IS_FP8": True}
+    pointers |= {"pages_ptr": "*fp8e4nv" if is_fp8 else "*bf16", "out_loc_ptr": "*i64", "scale": "fp32", "eps": "fp32"}
+    sizes = {"NUM_KV_HEADS": 8, "GROUP_SIZE": 4, "HEAD_DIM": dim, "PAGE_SIZE": 64, "WINDOW": 0, "IS_FP8": is_fp8}
+    sizes |= {"SOFTCAP": 72.0 if has_options else 0.0}
+    constants = {} if has_options else {"sinks_ptr": None, "q_scale_ptr": None}
     decode = {
         "BLOCK_G": 4,
         "BLOCK_M": 16,
-        "TILE_KEYS": 64,
+        "TILE_KEYS": 16 if dim == 512 else 64,
         "NUM_STAGES": 5,
         "NUM_SPLITS": 66,
         "PDL": False,
         "MAX_QUERIES": 1,
     }
-    for is_fused, query in ((False, "*fp16"), (True, "*bf16")):
-        kind = {"FUSED": is_fused, "HAS_NORM": is_fused}
-        assert compile_kernel(attention_decode.decode_attention, pointers | {"q_ptr": query}, sizes | decode | kind)
-    pointers["q_ptr"] = "*fp16"
-    prefill = {"BLOCK_M": 128, "BLOCK_N": 64, "NUM_STAGES": 2, "MAX_PARTS": 512}
-    assert compile_kernel(attention_prefill.prefill_attention, pointers, sizes | prefill)
+    query = "*fp16" if is_fp8 else "*bf16"
+    for is_fused, kind in ((False, query), (True, "*bf16"))[: 1 if dim == 512 else 2]:
+        every = sizes | decode | constants | {"FUSED": is_fused, "HAS_NORM": is_fused}
+        assert compile_kernel(attention_decode.decode_attention, pointers | {"q_ptr": kind}, every)
+    pointers["q_ptr"] = query
+    block_m, block_n = (64, 32) if dim == 512 else (128, 64)
+    prefill = {"BLOCK_M": block_m, "BLOCK_N": block_n, "NUM_STAGES": 2, "MAX_PARTS": 512}
+    every = sizes | prefill | ({} if has_options else {"sinks_ptr": None})
+    assert compile_kernel(attention_prefill.prefill_attention, pointers, every, num_warps=8)
 
 
 def test_the_plan_of_prefill_compiles():

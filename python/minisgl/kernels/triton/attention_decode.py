@@ -20,10 +20,10 @@ import triton.language as tl
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
 from minisgl.kernels.triton.launch import INTERPRETED
-from minisgl.kernels.triton.norm import rotated
+from minisgl.kernels.triton.norm import query_angles, rotated
+from minisgl.kernels.triton.scores import NEGATIVE, columns, soft_capped, with_sinks
 
 IS_COMPILED = tl.constexpr(not INTERPRETED)  # the interpreter has no PTX
-NEGATIVE = tl.constexpr(-1e30)  # instead of -inf, whose differences are NaN
 
 # The `work` buffer, int32: [0] number of splits, [1] number of sequences if splits may have parts of several, else 0,
 # [2] gap: the cost of beginning a sequence, in tiles, [3] tickets drawn; from BEGINS on, the first part of each
@@ -169,9 +169,10 @@ def plan_decode(
 @triton.jit
 def _load_halves(ptr, offs_m, mask, HEAD_DIM: tl.constexpr):
     """Load the first and second halves of the heads that begin at `offs_m`: two tiles [BLOCK_M, D / 2]."""
-    ptrs = ptr + offs_m[:, None] + tl.arange(0, HEAD_DIM // 2)[None, :]
-    low = tl.load(ptrs, mask=mask[:, None], other=0.0)
-    return low, tl.load(ptrs + HEAD_DIM // 2, mask=mask[:, None], other=0.0)
+    offs_d, is_dim = columns(HEAD_DIM // 2, 1)
+    ptrs, mask = ptr + offs_m[:, None] + offs_d[None, :], mask[:, None] & is_dim[None, :]
+    low = tl.load(ptrs, mask=mask, other=0.0)
+    return low, tl.load(ptrs + HEAD_DIM // 2, mask=mask, other=0.0)
 
 
 @triton.jit
@@ -183,11 +184,12 @@ def _whole(low, high):
 @triton.jit
 def _prefetch(ptr, SIZE: tl.constexpr, LINE: tl.constexpr):
     """Prefetch SIZE elements to L2, in cache lines of LINE elements."""
+    LINES: tl.constexpr = (SIZE + LINE - 1) // LINE
     if IS_COMPILED:
         tl.inline_asm_elementwise(
             "prefetch.global.L2 [$1]; // $0",
             "=r,l",
-            [ptr + tl.arange(0, (SIZE + LINE - 1) // LINE) * LINE],
+            [ptr + tl.arange(0, triton.next_power_of_2(LINES)) % LINES * LINE],
             tl.int32,
             False,
             1,
@@ -251,8 +253,9 @@ def _load_query(
 ):
     """Load one token's query heads of a KV head."""
     offs_g = tl.arange(0, BLOCK_M)[:, None]
+    offs_d, is_dim = columns(HEAD_DIM, 2)
     q_ptrs = q_ptr + token.to(tl.int64) * stride_q + (head * GROUP_SIZE + offs_g) * HEAD_DIM
-    return tl.load(q_ptrs + tl.arange(0, HEAD_DIM)[None, :], mask=is_wanted & (offs_g < GROUP_SIZE), other=0.0)
+    return tl.load(q_ptrs + offs_d[None, :], mask=is_wanted & (offs_g < GROUP_SIZE) & is_dim[None, :], other=0.0)
 
 
 @triton.jit
@@ -265,23 +268,24 @@ def _merge(
 
     The tile's rows are the BLOCK_G from FIRST on. Each lane keeps its own maximum, so that no load waits for another.
     """
-    LANES: tl.constexpr = 4096 // (BLOCK_G * HEAD_DIM) if BLOCK_G * HEAD_DIM < 4096 else 1  # 64 registers per thread
+    BLOCK_D: tl.constexpr = triton.next_power_of_2(HEAD_DIM)
+    LANES: tl.constexpr = 4096 // (BLOCK_G * BLOCK_D) if BLOCK_G * BLOCK_D < 4096 else 1  # 64 registers per thread
     offs_g = FIRST + tl.arange(0, BLOCK_G)
-    offs_d = tl.arange(0, HEAD_DIM)
+    offs_d, is_dim = columns(HEAD_DIM, 2)
     lane = tl.arange(0, LANES)
     ROWS: tl.constexpr = MAX_QUERIES * GROUP_SIZE
     row = (first_slot * NUM_KV_HEADS + head) * ROWS + offs_g  # of the first part; parts are stride_part apart
     stride_part = NUM_KV_HEADS * ROWS
     m = tl.full([BLOCK_G, LANES], NEGATIVE, tl.float32)
     total = tl.zeros([BLOCK_G, LANES], tl.float32)
-    acc = tl.zeros([BLOCK_G, LANES, HEAD_DIM], tl.float32)
+    acc = tl.zeros([BLOCK_G, LANES, BLOCK_D], tl.float32)
     for j in range(0, num_parts, LANES):
         offs_p = j + lane[None, :]
         is_part = (offs_p < num_parts) & (offs_g < num_rows)[:, None]
         slot = row[:, None] + offs_p * stride_part
         part_ptrs = part_ptr + slot[:, :, None].to(tl.int64) * HEAD_DIM + offs_d[None, None, :]
         lse = tl.load(lse_ptr + slot, mask=is_part, other=NEGATIVE)
-        x = tl.load(part_ptrs, mask=is_part[:, :, None], other=0.0)
+        x = tl.load(part_ptrs, mask=is_part[:, :, None] & is_dim[None, None, :], other=0.0)
         new_m = tl.maximum(m, lse)
         correction, p = tl.exp2(m - new_m), tl.exp2(lse - new_m)
         total = total * correction + p
@@ -290,7 +294,7 @@ def _merge(
     p = tl.exp2(m - tl.max(m, 1)[:, None])
     result = tl.sum(acc * p[:, :, None], 1) / tl.sum(total * p, 1)[:, None]
     out_ptrs = out_ptr + _head(offs_g, NUM_KV_HEADS, GROUP_SIZE, MAX_QUERIES)[:, None] * HEAD_DIM + offs_d[None, :]
-    tl.store(out_ptrs, result.to(out_ptr.dtype.element_ty), mask=offs_g[:, None] < num_rows)
+    tl.store(out_ptrs, result.to(out_ptr.dtype.element_ty), mask=(offs_g[:, None] < num_rows) & is_dim[None, :])
 
 
 @triton.jit
@@ -305,25 +309,28 @@ def _dims(x, IS_FP8: tl.constexpr):
 
 @triton.jit
 def _begin_with_new_key(
-    qkv_ptr, q_weight_ptr, k_weight_ptr, cos_sin_ptr, pages_ptr, kv_scale_ptr, stride_page, stride_scale, head, slot,
-    is_last, scale, eps,
+    qkv_ptr, q_weight_ptr, k_weight_ptr, cos_sin_ptr, q_scale_ptr, position, pages_ptr, kv_scale_ptr, stride_page,
+    stride_scale, head, slot, is_last, scale, eps,
     NUM_KV_HEADS: tl.constexpr, GROUP_SIZE: tl.constexpr, BLOCK_M: tl.constexpr, HEAD_DIM: tl.constexpr,
-    PAGE_SIZE: tl.constexpr, HAS_NORM: tl.constexpr, IS_FP8: tl.constexpr,
+    PAGE_SIZE: tl.constexpr, HAS_NORM: tl.constexpr, IS_FP8: tl.constexpr, SOFTCAP: tl.constexpr,
 ):  # fmt: skip
     """Apply norm and RoPE to a token's heads, and store its key and value in `slot` if the part `is_last`.
 
     Returns the query, and the softmax's maximum, sum and output with the new key if `is_last`, else without keys.
     `cos_sin_ptr` is of the token's position.
     """
-    offs_g, half = tl.arange(0, BLOCK_M), tl.arange(0, HEAD_DIM // 2)
+    offs_g = tl.arange(0, BLOCK_M)
+    half, is_dim = columns(HEAD_DIM // 2, 1)
     is_head = offs_g < GROUP_SIZE
     # Every row loads the new key and value, so that no row waits for another, and all loads come first.
     new_ptr = qkv_ptr + (NUM_KV_HEADS * GROUP_SIZE + head) * HEAD_DIM
     q_low, q_high = _load_halves(qkv_ptr, (head * GROUP_SIZE + offs_g) * HEAD_DIM, is_head, HEAD_DIM)
     k_low, k_high = _load_halves(new_ptr, offs_g * 0, is_head, HEAD_DIM)
     v_low, v_high = _load_halves(new_ptr + NUM_KV_HEADS * HEAD_DIM, offs_g * 0, is_head, HEAD_DIM)
-    cos, sin = tl.load(cos_sin_ptr + half)[None, :], tl.load(cos_sin_ptr + HEAD_DIM // 2 + half)[None, :]
-    q_low, q_high = rotated(q_low, q_high, q_weight_ptr, cos, sin, eps, HEAD_DIM, HAS_NORM)
+    cos = tl.load(cos_sin_ptr + half, mask=is_dim, other=0.0)[None, :]
+    sin = tl.load(cos_sin_ptr + HEAD_DIM // 2 + half, mask=is_dim, other=0.0)[None, :]
+    q_cos, q_sin = query_angles(cos, sin, q_scale_ptr, position)
+    q_low, q_high = rotated(q_low, q_high, q_weight_ptr, q_cos, q_sin, eps, HEAD_DIM, HAS_NORM)
     k_low, k_high = rotated(k_low, k_high, k_weight_ptr, cos, sin, eps, HEAD_DIM, HAS_NORM)
     q_low, q_high = q_low.to(tl.float32), q_high.to(tl.float32)
     k_low, k_high = k_low.to(tl.float32), k_high.to(tl.float32)
@@ -331,6 +338,7 @@ def _begin_with_new_key(
     k_ptrs = pages_ptr + slot // PAGE_SIZE * stride_page + index * HEAD_DIM + half[None, :] + offs_g[:, None] * 0
     stride_kv = NUM_KV_HEADS * PAGE_SIZE * HEAD_DIM
     is_stored = is_last & (offs_g == 0)
+    stored = is_stored[:, None] & is_dim[None, :]
     if IS_FP8:
         k8_low, k8_high, new_k_scale, k_low, k_high = _round(k_low, k_high)
         v8_low, v8_high, new_v_scale, v_low, v_high = _round(v_low.to(tl.float32), v_high.to(tl.float32))
@@ -340,11 +348,12 @@ def _begin_with_new_key(
     else:
         k8_low, k8_high, v8_low, v8_high = k_low, k_high, v_low, v_high
     dtype = pages_ptr.dtype.element_ty
-    tl.store(k_ptrs, k8_low.to(dtype), mask=is_stored[:, None])
-    tl.store(k_ptrs + HEAD_DIM // 2, k8_high.to(dtype), mask=is_stored[:, None])
-    tl.store(k_ptrs + stride_kv, v8_low.to(dtype), mask=is_stored[:, None])
-    tl.store(k_ptrs + stride_kv + HEAD_DIM // 2, v8_high.to(dtype), mask=is_stored[:, None])
-    m = tl.where(is_last, tl.sum(q_low * k_low + q_high * k_high, 1) * scale, NEGATIVE)
+    tl.store(k_ptrs, k8_low.to(dtype), mask=stored)
+    tl.store(k_ptrs + HEAD_DIM // 2, k8_high.to(dtype), mask=stored)
+    tl.store(k_ptrs + stride_kv, v8_low.to(dtype), mask=stored)
+    tl.store(k_ptrs + stride_kv + HEAD_DIM // 2, v8_high.to(dtype), mask=stored)
+    m = soft_capped(tl.sum(q_low * k_low + q_high * k_high, 1) * scale, SOFTCAP)
+    m = tl.where(is_last, m, NEGATIVE)
     total = tl.where(is_last, tl.full([BLOCK_M], 1.0, tl.float32), 0.0)
     acc = tl.where(is_last, _whole(v_low.to(tl.float32), v_high.to(tl.float32)), 0.0)
     return _whole(q_low, q_high).to(qkv_ptr.dtype.element_ty), m, total, acc
@@ -370,29 +379,31 @@ def _load_tile(
         offset = head * PAGE_SIZE + offs_n % PAGE_SIZE
     if IS_FP8:
         first = page * (stride_page // 2) + offset * (HEAD_DIM // 2)
-        k_ptrs = pages_ptr.to(tl.pointer_type(tl.uint16)) + first[:, None] + tl.arange(0, HEAD_DIM // 2)[None, :]
-        k = tl.load(k_ptrs, mask=is_key[:, None], other=0)
-        v = tl.load(k_ptrs + stride_kv // 2, mask=is_key[:, None], other=0)
+        offs_d, is_dim = columns(HEAD_DIM // 2, 2)
+        k_ptrs = pages_ptr.to(tl.pointer_type(tl.uint16)) + first[:, None] + offs_d[None, :]
+        k = tl.load(k_ptrs, mask=is_key[:, None] & is_dim[None, :], other=0)
+        v = tl.load(k_ptrs + stride_kv // 2, mask=is_key[:, None] & is_dim[None, :], other=0)
         scale_ptrs = kv_scale_ptr + page * stride_scale + offset
         k_scale = tl.load(scale_ptrs, mask=is_key, other=0.0)
         v_scale = tl.load(scale_ptrs + NUM_KV_HEADS * PAGE_SIZE, mask=is_key, other=0.0)
         return k, v, k_scale, v_scale
     else:
-        k_ptrs = pages_ptr + (page * stride_page + offset * HEAD_DIM)[:, None] + tl.arange(0, HEAD_DIM)[None, :]
-        k = tl.load(k_ptrs, mask=is_key[:, None], other=0.0)
-        v = tl.load(k_ptrs + stride_kv, mask=is_key[:, None], other=0.0)
+        offs_d, is_dim = columns(HEAD_DIM, 2)
+        k_ptrs = pages_ptr + (page * stride_page + offset * HEAD_DIM)[:, None] + offs_d[None, :]
+        k = tl.load(k_ptrs, mask=is_key[:, None] & is_dim[None, :], other=0.0)
+        v = tl.load(k_ptrs + stride_kv, mask=is_key[:, None] & is_dim[None, :], other=0.0)
         return k, v, is_key, is_key
 
 
 @triton.jit
-def _scores(query, k, k_scale, scale, IS_FP8: tl.constexpr):
+def _scores(query, k, k_scale, scale, IS_FP8: tl.constexpr, SOFTCAP: tl.constexpr):
     """Return the scores [BLOCK_M, TILE_KEYS] of a tile's keys."""
     if IS_FP8:
         k_even, k_odd = _widen(k)
         x = tl.dot(query[1], tl.trans(k_odd), tl.dot(query[0], tl.trans(k_even)))
-        return x * (k_scale * scale)[None, :]
+        return soft_capped(x * (k_scale * scale)[None, :], SOFTCAP)
     else:
-        return tl.dot(query[0], tl.trans(k), input_precision="ieee") * scale
+        return soft_capped(tl.dot(query[0], tl.trans(k), input_precision="ieee") * scale, SOFTCAP)
 
 
 @triton.jit
@@ -418,18 +429,19 @@ def _add_tile(m, total, acc, x, v, v_scale, IS_FP8: tl.constexpr):
 )
 def decode_attention(
     q_ptr, pages_ptr, kv_scale_ptr, page_table_ptr, cu_query_lens_ptr, work_ptr, counters_ptr, part_ptr, lse_ptr,
-    out_ptr, q_weight_ptr, k_weight_ptr, cos_sin_ptr, out_loc_ptr,
+    out_ptr, sinks_ptr, q_weight_ptr, k_weight_ptr, cos_sin_ptr, q_scale_ptr, out_loc_ptr,
     scale, eps, stride_q, stride_table, stride_page, stride_scale,
     NUM_KV_HEADS: tl.constexpr, GROUP_SIZE: tl.constexpr, BLOCK_G: tl.constexpr, BLOCK_M: tl.constexpr,
     HEAD_DIM: tl.constexpr, PAGE_SIZE: tl.constexpr, TILE_KEYS: tl.constexpr, NUM_STAGES: tl.constexpr,
     NUM_SPLITS: tl.constexpr, WINDOW: tl.constexpr, FUSED: tl.constexpr, HAS_NORM: tl.constexpr,
-    IS_FP8: tl.constexpr, PDL: tl.constexpr, MAX_QUERIES: tl.constexpr,
+    IS_FP8: tl.constexpr, PDL: tl.constexpr, MAX_QUERIES: tl.constexpr, SOFTCAP: tl.constexpr,
 ):  # fmt: skip
     """out [T, Hq, D] = softmax(q K^T / sqrt(D)) V of each sequence, causal; grid (NUM_SPLITS * Hk).
 
     q [T, >= Hq, D] has token stride `stride_q`; pages [P, 2, Hk, page, D], each contiguous and `stride_page` elements
-    from the next; `scale` includes log2(e). The part of sequence j in split i, if j has several parts, is at index
-    j + i of part [B + NUM_SPLITS, Hk, MAX_QUERIES * G, D] and lse [B + NUM_SPLITS, Hk, MAX_QUERIES * G], float32.
+    from the next; `scale` and SOFTCAP (0: none) include log2(e), sinks [Hq] or None do not. The part of sequence j in
+    split i, if j has several parts, is at index j + i of part [B + NUM_SPLITS, Hk, MAX_QUERIES * G, D] and
+    lse [B + NUM_SPLITS, Hk, MAX_QUERIES * G], float32. The first part of a sequence has the sinks in its sum.
     BLOCK_M is the smallest power of two >= MAX_QUERIES * G, and at least the smallest tile of the tensor cores; BLOCK_G
     of its rows are merged at once.
 
@@ -456,7 +468,7 @@ def decode_attention(
         if not FUSED:
             gdc_wait()
     offs_g = tl.arange(0, BLOCK_M)
-    offs_d = tl.arange(0, HEAD_DIM)
+    offs_d, is_dim = columns(HEAD_DIM, 2)
     split = tl.program_id(0) // NUM_KV_HEADS
     head = tl.program_id(0) % NUM_KV_HEADS
     parts_ptr = work_ptr + BEGINS
@@ -496,7 +508,7 @@ def decode_attention(
         total = tl.zeros([BLOCK_M], tl.float32)
         end_key = stop
         if FUSED:
-            query = tl.zeros([BLOCK_M, HEAD_DIM], q_ptr.dtype.element_ty)
+            query = tl.zeros([BLOCK_M, offs_d.shape[0]], q_ptr.dtype.element_ty)
             is_last, stop = stop == length, tl.minimum(stop, length - 1)
             end_key = tl.maximum(stop, start_key + 1)  # at least one part, perhaps without keys
             slot = tl.load(out_loc_ptr + seq)
@@ -508,9 +520,9 @@ def decode_attention(
         elif MAX_QUERIES > 1:
             q_ptrs = q_seq_ptr + (offs_g // GROUP_SIZE)[:, None].to(tl.int64) * stride_q + offs_d[None, :]
             q_ptrs += (head * GROUP_SIZE + offs_g % GROUP_SIZE)[:, None] * HEAD_DIM
-            query = tl.load(q_ptrs, mask=offs_g[:, None] < num_rows, other=0.0)
+            query = tl.load(q_ptrs, mask=(offs_g[:, None] < num_rows) & is_dim[None, :], other=0.0)
         queries = _dims(query.to(tl.float16) if IS_FP8 else query, IS_FP8)
-        acc = _dims(tl.zeros([BLOCK_M, HEAD_DIM], tl.float32), IS_FP8)
+        acc = _dims(tl.zeros([BLOCK_M, offs_d.shape[0]], tl.float32), IS_FP8)
         for start in tl.range(start_key, end_key, TILE_KEYS, num_stages=NUM_STAGES):
             if LOADS_AHEAD and start == start_key:  # the first keys are being loaded
                 next_query = _load_query(
@@ -520,9 +532,9 @@ def decode_attention(
                 if PDL:
                     gdc_wait()
                 query, m, total, first = _begin_with_new_key(
-                    q_seq_ptr, q_weight_ptr, k_weight_ptr, new_cos_sin_ptr, pages_ptr, kv_scale_ptr, stride_page,
-                    stride_scale, head, slot, is_last, scale, eps, NUM_KV_HEADS, GROUP_SIZE, BLOCK_M, HEAD_DIM,
-                    PAGE_SIZE, HAS_NORM, IS_FP8,
+                    q_seq_ptr, q_weight_ptr, k_weight_ptr, new_cos_sin_ptr, q_scale_ptr, length - 1, pages_ptr,
+                    kv_scale_ptr, stride_page, stride_scale, head, slot, is_last, scale, eps, NUM_KV_HEADS, GROUP_SIZE,
+                    BLOCK_M, HEAD_DIM, PAGE_SIZE, HAS_NORM, IS_FP8, SOFTCAP,
                 )  # fmt: skip
                 queries = _dims(query.to(tl.float16) if IS_FP8 else query, IS_FP8)
                 acc = _dims(first * 256.0 if IS_FP8 else first, IS_FP8)
@@ -534,7 +546,7 @@ def decode_attention(
                 pages_ptr, kv_scale_ptr, table_ptr, stride_page, stride_scale, start, head, is_key, NUM_KV_HEADS,
                 HEAD_DIM, PAGE_SIZE, TILE_KEYS, IS_FP8,
             )  # fmt: skip
-            x = _scores(queries, k, k_scale, scale, IS_FP8)
+            x = _scores(queries, k, k_scale, scale, IS_FP8, SOFTCAP)
             is_seen = is_key[None, :]
             if MAX_QUERIES > 1:
                 is_seen = is_seen & (offs_n[None, :] <= position[:, None])
@@ -543,16 +555,20 @@ def decode_attention(
             m, total, acc = _add_tile(m, total, acc, tl.where(is_seen, x, NEGATIVE), v, v_scale, IS_FP8)
         result = acc[0]
         if IS_FP8:
-            result = tl.reshape(tl.join(acc[0], acc[1]), [BLOCK_M, HEAD_DIM]) * 0.00390625
+            result = tl.reshape(tl.join(acc[0], acc[1]), [BLOCK_M, offs_d.shape[0]]) * 0.00390625
+        if sinks_ptr is not None:
+            sink_ptrs = sinks_ptr + head * GROUP_SIZE + offs_g % GROUP_SIZE
+            m, total, correction = with_sinks(m, total, sink_ptrs, (offs_g < num_rows) & (split == first_split))
+            result *= correction[:, None]
         result = result / total[:, None]
         if num_parts == 1:
             offs_head = _head(offs_g, NUM_KV_HEADS, GROUP_SIZE, MAX_QUERIES)
             out_ptrs = out_seq_ptr + offs_head[:, None] * HEAD_DIM + offs_d[None, :]
-            tl.store(out_ptrs, result.to(out_ptr.dtype.element_ty), mask=offs_g[:, None] < num_rows)
+            tl.store(out_ptrs, result.to(out_ptr.dtype.element_ty), mask=(offs_g[:, None] < num_rows) & is_dim[None, :])
         else:
             offs_part = ((seq + split) * NUM_KV_HEADS + head) * (MAX_QUERIES * GROUP_SIZE) + offs_g
             part_ptrs = part_ptr + offs_part[:, None].to(tl.int64) * HEAD_DIM + offs_d[None, :]
-            tl.store(part_ptrs, result, mask=offs_g[:, None] < num_rows)
+            tl.store(part_ptrs, result, mask=(offs_g[:, None] < num_rows) & is_dim[None, :])
             tl.store(lse_ptr + offs_part, m + tl.log2(total), mask=offs_g < num_rows)
             tl.debug_barrier()  # all threads store their parts before one announces them
             done = tl.atomic_add(counters_ptr + seq * NUM_KV_HEADS + head, 1, sem="acq_rel")

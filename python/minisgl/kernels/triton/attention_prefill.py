@@ -14,13 +14,14 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
+from minisgl.kernels.triton.scores import NEGATIVE, columns, soft_capped, with_sinks
+
 # The `work` buffer, int32: [0] number of items, [1] parts per tile; from COUNTERS on a merge counter per tile and KV
 # head (used only if tiles are split), then the items, which are parts of tiles: row of the page table, first position,
 # first token, number of queries.
 COUNTERS = tl.constexpr(2)
 TILE = tl.constexpr(4)  # integers per item
 MIN_PART = tl.constexpr(256)  # keys per part
-NEGATIVE = tl.constexpr(-1e30)  # instead of -inf, whose differences are NaN
 
 
 @triton.jit(
@@ -110,6 +111,7 @@ def _add_keys(
     scale,
     NUM_KV_HEADS: tl.constexpr, HEAD_DIM: tl.constexpr, PAGE_SIZE: tl.constexpr, BLOCK_N: tl.constexpr,
     IS_FP8: tl.constexpr, NUM_STAGES: tl.constexpr, WINDOW: tl.constexpr, MASKED: tl.constexpr,
+    SOFTCAP: tl.constexpr,
 ):  # fmt: skip
     """Add keys [lo, hi) to the online softmax; without MASKED, these are whole tiles that every query sees.
 
@@ -118,7 +120,7 @@ def _add_keys(
     A query that has seen no key yet accumulates the values of masked keys. Their weight becomes 0 with the first key
     that it sees, here or when parts are merged.
     """
-    offs_d = tl.arange(0, HEAD_DIM)
+    offs_d, is_dim = columns(HEAD_DIM, 2)
     for start in tl.range(lo, hi, BLOCK_N, num_stages=NUM_STAGES):
         offs_n = start + tl.arange(0, BLOCK_N)
         if PAGE_SIZE >= BLOCK_N:
@@ -133,11 +135,11 @@ def _add_keys(
         if WINDOW > 0:
             is_key = is_key & (offs_n >= low)
         if MASKED:  # loads, too: masking the scores does not remove a NaN of another sequence
-            k = tl.load(k_ptrs, mask=is_key[:, None], other=0.0)
-            v = tl.load(v_ptrs, mask=is_key[:, None], other=0.0)
+            k = tl.load(k_ptrs, mask=is_key[:, None] & is_dim[None, :], other=0.0)
+            v = tl.load(v_ptrs, mask=is_key[:, None] & is_dim[None, :], other=0.0)
         else:
-            k = tl.load(k_ptrs)
-            v = tl.load(v_ptrs)
+            k = tl.load(k_ptrs, mask=is_dim[None, :], other=0.0)
+            v = tl.load(v_ptrs, mask=is_dim[None, :], other=0.0)
         if IS_FP8:
             scale_ptrs = kv_scale_ptr + page * stride_scale + index
             k = _scaled(k, tl.load(scale_ptrs, mask=is_key, other=0.0))
@@ -148,7 +150,11 @@ def _add_keys(
             if WINDOW > 0:
                 is_seen = is_seen & (offs_n[None, :] > position[:, None] - WINDOW)
             # Scale before masking: an FMA of NEGATIVE * scale with the subtraction below would leave a large remainder.
-            x = tl.where(is_seen, x * scale, NEGATIVE)
+            x = tl.where(is_seen, soft_capped(x * scale, SOFTCAP), NEGATIVE)
+            new_m = tl.maximum(m, tl.max(x, 1))
+            p = tl.exp2(x - new_m[:, None])
+        elif SOFTCAP > 0:
+            x = soft_capped(x * scale, SOFTCAP)
             new_m = tl.maximum(m, tl.max(x, 1))
             p = tl.exp2(x - new_m[:, None])
         else:
@@ -166,18 +172,18 @@ def _add_keys(
     do_not_specialize_on_alignment=["page_table_ptr", "work_ptr"],
 )
 def prefill_attention(
-    q_ptr, pages_ptr, kv_scale_ptr, page_table_ptr, work_ptr, part_ptr, lse_ptr, out_ptr,
+    q_ptr, pages_ptr, kv_scale_ptr, page_table_ptr, work_ptr, part_ptr, lse_ptr, out_ptr, sinks_ptr,
     scale, stride_q, stride_table, stride_page, stride_scale,
     NUM_KV_HEADS: tl.constexpr, GROUP_SIZE: tl.constexpr, HEAD_DIM: tl.constexpr, PAGE_SIZE: tl.constexpr,
     BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, NUM_STAGES: tl.constexpr, MAX_PARTS: tl.constexpr,
-    WINDOW: tl.constexpr, IS_FP8: tl.constexpr,
+    WINDOW: tl.constexpr, IS_FP8: tl.constexpr, SOFTCAP: tl.constexpr,
 ):  # fmt: skip
     """out [T, Hq, D] = softmax(scale q K^T) V of the listed tiles, causal; grid (at least items * Hk).
 
-    q [T, >= Hq, D] has token stride `stride_q`; `scale` includes log2(e); part [MAX_PARTS * BLOCK_M, D] and
-    lse [MAX_PARTS * BLOCK_M] float32. Pages, their strides and IS_FP8 are those of `decode_attention`. With IS_FP8, q
-    should be float16: a converted q would take 32 registers per thread, since Triton keeps only loaded operands in
-    shared memory.
+    q [T, >= Hq, D] has token stride `stride_q`; `scale` and SOFTCAP (0: none) include log2(e), sinks [Hq] or None do
+    not; part [MAX_PARTS * BLOCK_M, D] and lse [MAX_PARTS * BLOCK_M] float32. Pages, their strides and IS_FP8 are those
+    of `decode_attention`. With IS_FP8, q should be float16: a converted q would take 32 registers per thread, since
+    Triton keeps only loaded operands in shared memory.
     """
     head = tl.program_id(0) % NUM_KV_HEADS
     index = tl.program_id(0) // NUM_KV_HEADS
@@ -193,13 +199,14 @@ def prefill_attention(
         return
     table_ptr = page_table_ptr + row.to(tl.int64) * stride_table
     offs_m = tl.arange(0, BLOCK_M)
-    offs_d = tl.arange(0, HEAD_DIM)
+    offs_d, is_dim = columns(HEAD_DIM, 2)
     offs_q = offs_m // GROUP_SIZE
     is_row = offs_q < num_queries
     position = first_position + offs_q
     q_ptrs = q_ptr + (token + offs_q).to(tl.int64)[:, None] * stride_q
     q_ptrs = q_ptrs + (head * GROUP_SIZE + offs_m % GROUP_SIZE)[:, None] * HEAD_DIM + offs_d[None, :]
-    query = tl.load(q_ptrs, mask=is_row[:, None], other=0.0)
+    mask = is_row[:, None] & is_dim[None, :]
+    query = tl.load(q_ptrs, mask=mask, other=0.0)
     if IS_FP8:
         query = query.to(tl.float16)
         scale *= 0.0625  # keys are multiplied by 16, see `_scaled`
@@ -215,40 +222,44 @@ def prefill_attention(
     unmasked_end = tl.maximum(tl.minimum((first_position + 1) // BLOCK_N * BLOCK_N, hi), lo)
     m = tl.full([BLOCK_M], NEGATIVE, tl.float32)
     total = tl.zeros([BLOCK_M], tl.float32)
-    acc = tl.zeros([BLOCK_M, HEAD_DIM], tl.float32)
+    acc = tl.zeros([BLOCK_M, offs_d.shape[0]], tl.float32)
     if WINDOW > 0:
         # Keys that have left the window of the tile's last query.
         left_window = tl.minimum(tl.maximum(tl.cdiv(end - WINDOW, BLOCK_N) * BLOCK_N, lo), hi)
         acc, m, total = _add_keys(
             acc, m, total, query, position, pages_ptr, kv_scale_ptr, table_ptr, stride_page, stride_scale, head, lo,
             left_window, low, scale,
-            NUM_KV_HEADS, HEAD_DIM, PAGE_SIZE, BLOCK_N, IS_FP8, 2, WINDOW, True,
+            NUM_KV_HEADS, HEAD_DIM, PAGE_SIZE, BLOCK_N, IS_FP8, 2, WINDOW, True, SOFTCAP,
         )  # fmt: skip
         lo = left_window
         unmasked_end = tl.maximum(unmasked_end, lo)
     acc, m, total = _add_keys(
         acc, m, total, query, position, pages_ptr, kv_scale_ptr, table_ptr, stride_page, stride_scale, head, lo,
         unmasked_end, low, scale,
-        NUM_KV_HEADS, HEAD_DIM, PAGE_SIZE, BLOCK_N, IS_FP8, NUM_STAGES, WINDOW, False,
+        NUM_KV_HEADS, HEAD_DIM, PAGE_SIZE, BLOCK_N, IS_FP8, NUM_STAGES, WINDOW, False, SOFTCAP,
     )  # fmt: skip
     acc, m, total = _add_keys(
         acc, m, total, query, position, pages_ptr, kv_scale_ptr, table_ptr, stride_page, stride_scale, head,
         unmasked_end, hi, low, scale,
-        NUM_KV_HEADS, HEAD_DIM, PAGE_SIZE, BLOCK_N, IS_FP8, 2, WINDOW, True,
+        NUM_KV_HEADS, HEAD_DIM, PAGE_SIZE, BLOCK_N, IS_FP8, 2, WINDOW, True, SOFTCAP,
     )  # fmt: skip
 
+    if sinks_ptr is not None:
+        sink_ptrs = sinks_ptr + head * GROUP_SIZE + offs_m % GROUP_SIZE
+        m, total, correction = with_sinks(m, total, sink_ptrs, is_row & (index % parts == 0))
+        acc *= correction[:, None]
     if IS_FP8:
         acc *= 0.0625
     out_ptrs = out_ptr + ((token + offs_q).to(tl.int64) * NUM_KV_HEADS + head)[:, None] * (GROUP_SIZE * HEAD_DIM)
     out_ptrs = out_ptrs + (offs_m % GROUP_SIZE)[:, None] * HEAD_DIM + offs_d[None, :]
     if parts == 1:
-        tl.store(out_ptrs, (acc / total[:, None]).to(out_ptr.dtype.element_ty), mask=is_row[:, None])
+        tl.store(out_ptrs, (acc / total[:, None]).to(out_ptr.dtype.element_ty), mask=mask)
     else:
         # A part without keys gets weight 0 in the merge.
         offs_part = tl.program_id(0) * BLOCK_M + offs_m
         has_keys = total > 0
         total = tl.where(has_keys, total, 1.0)
-        tl.store(part_ptr + offs_part[:, None] * HEAD_DIM + offs_d[None, :], acc / total[:, None])
+        tl.store(part_ptr + offs_part[:, None] * HEAD_DIM + offs_d[None, :], acc / total[:, None], mask=is_dim[None, :])
         tl.store(lse_ptr + offs_part, tl.where(has_keys, m + tl.log2(total), NEGATIVE))
         tl.debug_barrier()  # all threads store their part before one announces it
         tile = index // parts
@@ -257,15 +268,15 @@ def prefill_attention(
             tl.store(work_ptr + COUNTERS + tile * NUM_KV_HEADS + head, 0)  # for the next layer
             m = tl.full([BLOCK_M], NEGATIVE, tl.float32)
             total = tl.zeros([BLOCK_M], tl.float32)
-            acc = tl.zeros([BLOCK_M, HEAD_DIM], tl.float32)
+            acc = tl.zeros([BLOCK_M, offs_d.shape[0]], tl.float32)
             for j in range(parts):
                 offs_part = ((tile * parts + j) * NUM_KV_HEADS + head) * BLOCK_M + offs_m
                 lse = tl.load(lse_ptr + offs_part)
-                x = tl.load(part_ptr + offs_part[:, None] * HEAD_DIM + offs_d[None, :])
+                x = tl.load(part_ptr + offs_part[:, None] * HEAD_DIM + offs_d[None, :], mask=is_dim[None, :], other=0.0)
                 new_m = tl.maximum(m, lse)
                 correction = tl.exp2(m - new_m)
                 p = tl.exp2(lse - new_m)
                 total = total * correction + p
                 acc = acc * correction[:, None] + x * p[:, None]
                 m = new_m
-            tl.store(out_ptrs, (acc / total[:, None]).to(out_ptr.dtype.element_ty), mask=is_row[:, None])
+            tl.store(out_ptrs, (acc / total[:, None]).to(out_ptr.dtype.element_ty), mask=mask)

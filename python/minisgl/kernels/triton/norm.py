@@ -12,6 +12,7 @@ from torch import Tensor, empty, empty_like
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
 from minisgl.kernels.triton.launch import MAX_CHAINED, pdl_options
+from minisgl.kernels.triton.scores import columns
 from minisgl.ops.quantized import Pages, QuantizedPages, data_and_scale, page_strides
 from minisgl.ops.reference import HeadTransform
 
@@ -95,15 +96,25 @@ def add_rms_norm(x: Tensor, residual: Tensor, weight: Tensor, eps: float) -> tup
 @triton.jit
 def rotated(x1, x2, weight_ptr, cos, sin, eps, HEAD_DIM: tl.constexpr, HAS_NORM: tl.constexpr):
     """Apply RMS norm (or none) and RoPE to heads given as two halves [heads, D / 2]; cos and sin are [..., D / 2]."""
-    offs_d = tl.arange(0, HEAD_DIM // 2)
+    offs_d, is_dim = columns(HEAD_DIM // 2, 1)
     f1, f2 = x1.to(tl.float32), x2.to(tl.float32)
     if HAS_NORM:
-        w1 = tl.load(weight_ptr + offs_d)[None, :].to(tl.float32)
-        w2 = tl.load(weight_ptr + HEAD_DIM // 2 + offs_d)[None, :].to(tl.float32)
+        w1 = tl.load(weight_ptr + offs_d, mask=is_dim, other=0.0)[None, :].to(tl.float32)
+        w2 = tl.load(weight_ptr + HEAD_DIM // 2 + offs_d, mask=is_dim, other=0.0)[None, :].to(tl.float32)
         scale = tl.rsqrt(tl.sum(f1 * f1 + f2 * f2, 1) / HEAD_DIM + eps)[:, None]
         f1 = ((f1 * scale).to(weight_ptr.dtype.element_ty).to(tl.float32) * w1).to(x1.dtype).to(tl.float32)
         f2 = ((f2 * scale).to(weight_ptr.dtype.element_ty).to(tl.float32) * w2).to(x1.dtype).to(tl.float32)
     return (f1 * cos - f2 * sin).to(x1.dtype), (f2 * cos + f1 * sin).to(x1.dtype)
+
+
+@triton.jit
+def query_angles(cos, sin, q_scale_ptr, position):
+    """Return the cosines and sines that also multiply a query by its scale, if there is one."""
+    if q_scale_ptr is None:
+        return cos, sin
+    else:
+        scale = tl.load(q_scale_ptr + position)
+        return cos * scale, sin * scale
 
 
 @triton.jit
@@ -117,7 +128,7 @@ def _rounded(x1, x2, scale_ptrs, mask):
 
 @triton.jit
 def _norm_rope_store(
-    qkv_ptr, q_weight_ptr, k_weight_ptr, cos_sin_ptr, positions_ptr, pages_ptr, scale_ptr, out_loc_ptr,
+    qkv_ptr, q_weight_ptr, k_weight_ptr, cos_sin_ptr, q_scale_ptr, positions_ptr, pages_ptr, scale_ptr, out_loc_ptr,
     stride_page, stride_scale, eps,
     NUM_HEADS: tl.constexpr, NUM_KV_HEADS: tl.constexpr, HEAD_DIM: tl.constexpr, PAGE_SIZE: tl.constexpr,
     HAS_NORM: tl.constexpr, BLOCK_HEADS: tl.constexpr, BLOCK_KV_HEADS: tl.constexpr, IS_FP8: tl.constexpr,
@@ -133,48 +144,54 @@ def _norm_rope_store(
         gdc_wait()
     token, group = tl.program_id(0).to(tl.int64), tl.program_id(1)
     QUERY_GROUPS: tl.constexpr = (NUM_HEADS + BLOCK_HEADS - 1) // BLOCK_HEADS
-    offs_d = tl.arange(0, HEAD_DIM // 2)[None, :]
-    cos_ptrs = cos_sin_ptr + tl.load(positions_ptr + token).to(tl.int64) * HEAD_DIM + offs_d
+    offs_d, is_dim = columns(HEAD_DIM // 2, 1)
+    offs_d, is_dim = offs_d[None, :], is_dim[None, :]
+    position = tl.load(positions_ptr + token).to(tl.int64)
+    cos_ptrs = cos_sin_ptr + position * HEAD_DIM + offs_d
     row_ptr = qkv_ptr + token * ((NUM_HEADS + 2 * NUM_KV_HEADS) * HEAD_DIM)
     if group < QUERY_GROUPS:
         head = group * BLOCK_HEADS + tl.arange(0, BLOCK_HEADS)[:, None]
-        q_ptrs, mask = row_ptr + head * HEAD_DIM + offs_d, head < NUM_HEADS
-        x1 = tl.load(q_ptrs, mask=mask, other=0.0)
-        x2 = tl.load(q_ptrs + HEAD_DIM // 2, mask=mask, other=0.0)
-        cos, sin = tl.load(cos_ptrs), tl.load(cos_ptrs + HEAD_DIM // 2)
+        q_ptrs, q_mask = row_ptr + head * HEAD_DIM + offs_d, (head < NUM_HEADS) & is_dim
+        x1 = tl.load(q_ptrs, mask=q_mask, other=0.0)
+        x2 = tl.load(q_ptrs + HEAD_DIM // 2, mask=q_mask, other=0.0)
+        cos = tl.load(cos_ptrs, mask=is_dim, other=0.0)
+        sin = tl.load(cos_ptrs + HEAD_DIM // 2, mask=is_dim, other=0.0)
+        cos, sin = query_angles(cos, sin, q_scale_ptr, position)
         x1, x2 = rotated(x1, x2, q_weight_ptr, cos, sin, eps, HEAD_DIM, HAS_NORM)
         tl.debug_barrier()  # all threads have read their part of q
         if IS_FP8 and q_ptrs.dtype.element_ty.primitive_bitwidth == 16:
             q_ptrs = q_ptrs.to(tl.pointer_type(tl.float16))
-        tl.store(q_ptrs, x1.to(q_ptrs.dtype.element_ty), mask=mask)
-        tl.store(q_ptrs + HEAD_DIM // 2, x2.to(q_ptrs.dtype.element_ty), mask=mask)
+        tl.store(q_ptrs, x1.to(q_ptrs.dtype.element_ty), mask=q_mask)
+        tl.store(q_ptrs + HEAD_DIM // 2, x2.to(q_ptrs.dtype.element_ty), mask=q_mask)
     else:
         slot = tl.load(out_loc_ptr + token)
         kv_head = (group - QUERY_GROUPS) * BLOCK_KV_HEADS + tl.arange(0, BLOCK_KV_HEADS)[:, None]
         k_ptrs, kv_mask = row_ptr + (NUM_HEADS + kv_head) * HEAD_DIM + offs_d, kv_head < NUM_KV_HEADS
-        k1 = tl.load(k_ptrs, mask=kv_mask, other=0.0)
-        k2 = tl.load(k_ptrs + HEAD_DIM // 2, mask=kv_mask, other=0.0)
+        mask = kv_mask & is_dim
+        k1 = tl.load(k_ptrs, mask=mask, other=0.0)
+        k2 = tl.load(k_ptrs + HEAD_DIM // 2, mask=mask, other=0.0)
         v_ptrs = k_ptrs + NUM_KV_HEADS * HEAD_DIM
-        v1 = tl.load(v_ptrs, mask=kv_mask, other=0.0)
-        v2 = tl.load(v_ptrs + HEAD_DIM // 2, mask=kv_mask, other=0.0)
+        v1 = tl.load(v_ptrs, mask=mask, other=0.0)
+        v2 = tl.load(v_ptrs + HEAD_DIM // 2, mask=mask, other=0.0)
         index = kv_head * PAGE_SIZE + slot % PAGE_SIZE
         k_page_ptrs = pages_ptr + slot // PAGE_SIZE * stride_page + index * HEAD_DIM + offs_d
         v_page_ptrs = k_page_ptrs + NUM_KV_HEADS * PAGE_SIZE * HEAD_DIM
         scale_ptrs = scale_ptr + slot // PAGE_SIZE * stride_scale + index
         if IS_FP8:
             v1, v2 = _rounded(v1, v2, scale_ptrs + NUM_KV_HEADS * PAGE_SIZE, kv_mask)
-        tl.store(v_page_ptrs, v1, mask=kv_mask)
-        tl.store(v_page_ptrs + HEAD_DIM // 2, v2, mask=kv_mask)
-        cos, sin = tl.load(cos_ptrs), tl.load(cos_ptrs + HEAD_DIM // 2)
+        tl.store(v_page_ptrs, v1, mask=mask)
+        tl.store(v_page_ptrs + HEAD_DIM // 2, v2, mask=mask)
+        cos = tl.load(cos_ptrs, mask=is_dim, other=0.0)
+        sin = tl.load(cos_ptrs + HEAD_DIM // 2, mask=is_dim, other=0.0)
         k1, k2 = rotated(k1, k2, k_weight_ptr, cos, sin, eps, HEAD_DIM, HAS_NORM)
         if IS_FP8:
             k1, k2 = _rounded(k1, k2, scale_ptrs, kv_mask)
-        tl.store(k_page_ptrs, k1, mask=kv_mask)
-        tl.store(k_page_ptrs + HEAD_DIM // 2, k2, mask=kv_mask)
+        tl.store(k_page_ptrs, k1, mask=mask)
+        tl.store(k_page_ptrs + HEAD_DIM // 2, k2, mask=mask)
 
 
 def norm_rope_store(qkv: Tensor, heads: HeadTransform, positions: Tensor, pages: Pages, out_loc: Tensor) -> Tensor:
-    """`reference.norm_rope_store`; the returned queries are a view of `qkv`. D is a power of two.
+    """`reference.norm_rope_store`; the returned queries are a view of `qkv`.
 
     With FP8 pages, 16-bit queries become float16, the dtype of attention's GEMMs in that case.
 
@@ -187,10 +204,11 @@ def norm_rope_store(qkv: Tensor, heads: HeadTransform, positions: Tensor, pages:
     num_heads = qkv.shape[1] // dim - num_kv_heads * 2
     has_norm = heads.q_weight is not None
     data, scale = data_and_scale(pages)
-    block, kv_block = (min(triton.next_power_of_2(n), max(1, 1024 // dim)) for n in (num_heads, num_kv_heads))
+    most = max(1, 1024 // triton.next_power_of_2(dim))
+    block, kv_block = (min(triton.next_power_of_2(n), most) for n in (num_heads, num_kv_heads))
     _norm_rope_store[(tokens, triton.cdiv(num_heads, block) + triton.cdiv(num_kv_heads, kv_block))](
-        qkv, heads.q_weight if has_norm else qkv, heads.k_weight if has_norm else qkv, heads.cos_sin, positions, data,
-        scale, out_loc, *page_strides(pages), heads.eps,
+        qkv, heads.q_weight if has_norm else qkv, heads.k_weight if has_norm else qkv, heads.cos_sin,
+        heads.q_scale, positions, data, scale, out_loc, *page_strides(pages), heads.eps,
         NUM_HEADS=num_heads, NUM_KV_HEADS=num_kv_heads, HEAD_DIM=dim, PAGE_SIZE=page_size, HAS_NORM=has_norm,
         BLOCK_HEADS=block, BLOCK_KV_HEADS=kv_block, IS_FP8=isinstance(pages, QuantizedPages),
         **pdl_options(qkv.device, tokens <= MAX_CHAINED),
