@@ -7,6 +7,7 @@ import multiprocessing
 import random
 import zlib
 from collections.abc import Iterator
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -31,6 +32,7 @@ from minisgl.native import build
 from minisgl.native import library as native
 from minisgl.native.runner import layers_refusal, refusal
 from minisgl.ops.quantized import round_fp8
+from minisgl.ops.reference import HeadTransform
 from minisgl.settings.options import EngineConfig
 
 pytestmark = pytest.mark.usefixtures("built", "fixed_costs")
@@ -148,24 +150,67 @@ def ways(engine: NativeEngine) -> Iterator[torch.Tensor]:
 ROWS_OF_WAYS = 16
 
 
+@pytest.mark.parametrize("dim", [80, 96, 192, 256, 512])
+def test_head_sizes(tmp_path: Path, isa: str, dim: int):
+    checkpoint = save(
+        tmp_path, LlamaConfig(**COMMON, num_attention_heads=4, num_key_value_heads=2, head_dim=dim, rope_theta=100.0)
+    )
+    want = checkpoint.logits(A)
+    for dtype, page_size, tolerance in (("float32", 16, 1e-4), ("float32", 1, 1e-4), ("bfloat16", 64, 0.05)):
+        engine = NativeEngine.load(tmp_path, dtype, page_size)
+        assert_close(engine.step([Span(0, 0, A[:80])]), want[79:80], tolerance)
+        for i in range(80, 90):
+            assert_close(engine.step([Span(0, i, [A[i]])]), want[i : i + 1], tolerance)
+
+
+def eager_runner(folder: Path, page_size: int, cache: str = "auto") -> Any:
+    config = EngineConfig(
+        model=str(folder),
+        device="cpu",
+        dtype="float32",
+        page_size=page_size,
+        num_pages=PAGES // page_size,
+        max_running_requests=ROWS,
+        kv_cache_dtype=cache,
+        attention_backend="cpu",
+        speculate="off",
+    )
+    return Engine.from_config(config, 8192, Group(ALONE)).general
+
+
+@pytest.mark.parametrize("option", [(0.7, False, False), (0.0, True, False), (0.0, False, True), (0.3, True, True)])
+def test_options_of_scores(tmp_path: Path, isa: str, option: tuple[float, bool, bool], monkeypatch: pytest.MonkeyPatch):
+    """A soft cap, sinks of each layer and a scale of q by position give the logits of the eager runner."""
+    softcap, has_sinks, has_q_scale = option
+    sinks = iter([torch.tensor([-2.0, 6.0, 1.0, 3.0]), torch.tensor([0.5, 0.0, 9.0, -1.0]), torch.zeros(4)] * 4)
+    q_scale = 1 + torch.arange(1024) / 40
+
+    def with_options(*args: Any, **kwargs: Any) -> HeadTransform:
+        own = {"sinks": next(sinks) if has_sinks else None, "q_scale": q_scale if has_q_scale else None}
+        return replace(HeadTransform(*args, **kwargs), **own)
+
+    mixer = ModelConfig.mixer
+    config = copy.deepcopy(SHAPES["windows"])
+    config.initializer_range = 0.5  # scores that differ
+    save(tmp_path, config)
+    plain = NativeEngine.load(tmp_path)
+    monkeypatch.setattr("minisgl.models.attention.HeadTransform", with_options)
+    monkeypatch.setattr(ModelConfig, "mixer", lambda *at: replace(mixer(*at), softcap=softcap, has_sinks=has_sinks))
+    engine, eager = NativeEngine.load(tmp_path), eager_runner(tmp_path, 16)
+    steps = [[Span(0, 0, A[:75]), Span(1, 0, B)], [Span(1, 37, [1]), Span(0, 75, A[75:80])], [Span(0, 80, [A[80]])]]
+    for spans in steps:
+        without, ours = plain.step(spans), engine.step(spans)
+        assert_close(ours, eager.logits_of(engine.plan))
+        assert (ours - without).abs().max() > 0.01 * without.abs().max(), "the option changes nothing"
+
+
 @pytest.mark.parametrize("page_size", [16, 64])
 @pytest.mark.parametrize("shape", SHAPES)
 def test_a_cache_of_8_bits(tmp_path: Path, isa: str, shape: str, page_size: int):
     """Logits are those of the eager runner. The keys and values of the first layer are bit-equal."""
     save(tmp_path, SHAPES[shape])
     plain, engine = (NativeEngine.load(tmp_path, page_size=page_size, cache=cache) for cache in ("auto", "fp8"))
-    config = EngineConfig(
-        model=str(tmp_path),
-        device="cpu",
-        dtype="float32",
-        page_size=page_size,
-        num_pages=PAGES // page_size,
-        max_running_requests=ROWS,
-        kv_cache_dtype="fp8",
-        attention_backend="cpu",
-        speculate="off",
-    )
-    eager = Engine.from_config(config, 8192, Group(ALONE)).general
+    eager = eager_runner(tmp_path, page_size, "fp8")
     steps = [[Span(0, 0, A[:75]), Span(1, 0, B)], *([Span(1, i - 38, [i]), Span(0, i, [A[i]])] for i in range(75, 90))]
     for spans in steps:
         plain.step(spans)

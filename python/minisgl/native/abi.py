@@ -34,6 +34,8 @@ LAYER_WEIGHTS: Final[_Fields] = (
     ("int64_t", "cache_stride"),  # bytes from page to page, of both:
     ("void*", "cache"),  # [pages, 2, kv_heads, page, dim]
     ("float*", "cache_scale"),  # [pages, 2, kv_heads, page] of a cache in E4M3, or null
+    ("const float*", "sinks q_scale"),  # [heads] and [positions], or null
+    ("double", "softcap"),  # 0 = none
 )
 MODEL_SPEC: Final[_Fields] = (
     ("int64_t", "is_bf16 head_bits layers hidden intermediate vocab head_rows heads kv_heads dim page threads is_tied"),

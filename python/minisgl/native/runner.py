@@ -161,7 +161,8 @@ class NativeModel:
         m, state = spec.model, parts.state
         weights = (LayerWeights * len(layers))()
         self._kept.append(weights)
-        for layer, (attention, mlp, input_norm, post_norm), window in zip(weights, layers, m.windows, strict=True):
+        kinds = [m.mixer(index, spec.info) for index in range(len(layers))]
+        for layer, (attention, mlp, input_norm, post_norm), kind in zip(weights, layers, kinds, strict=True):
             layer.qkv, layer.qkv_bits = self._matrix(attention.qkv_proj.weight)
             layer.o, layer.o_bits = self._matrix(attention.o_proj.weight)
             layer.gate_up, layer.gate_up_bits = self._matrix(mlp.gate_up_proj.weight)
@@ -171,7 +172,8 @@ class NativeModel:
             layer.input_norm, layer.post_norm = self._float(input_norm.weight), self._float(post_norm.weight)
             layer.q_norm, layer.k_norm = self._float(attention.heads.q_weight), self._float(attention.heads.k_weight)
             layer.cos_sin = attention.heads.cos_sin.data_ptr()
-            layer.window = window or 0
+            layer.sinks, layer.q_scale = self._float(attention.heads.sinks), self._float(attention.heads.q_scale)
+            layer.window, layer.softcap = kind.window or 0, kind.softcap
             layer.page_table = state.page_tables[attention.kv.spec.group].data_ptr()
             data, scale = data_and_scale(attention.kv.pages)
             layer.cache, layer.cache_scale = data.data_ptr(), None if scale is data else scale.data_ptr()
@@ -189,7 +191,7 @@ class NativeModel:
             "dim": m.head_dim,
             "page": spec.page_size,
             "eps": m.norm_eps,
-            "scale": m.attention_scale or m.head_dim**-0.5,
+            "scale": kinds[0].scale,
             "weights": addressof(weights),
             "final_norm": self._float(norm.weight),
             "last_token": state.last_token.data_ptr(),

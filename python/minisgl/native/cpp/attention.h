@@ -192,6 +192,13 @@ void weigh(int rows, const X<T>* p, const Groups<T>& g, int count, const float* 
     for (; panel < dim / kLanes; ++panel) weigh_rows<T, 1>(rows, p, g, panel, count, rescale, next, o, dim);
 }
 
+// s = cap tanh(scale s / cap), where tanh(x) = 1 - 2 / (1 + exp(2 x)).
+inline void soft_cap(int rows, float scale, float cap, float* s) {
+    const Vec one = Vec::all(1.0f), two = Vec::all(2.0f), factor = Vec::all(2.0f * scale / cap);
+    for (float* end = s + rows * kKeys; s != end; s += kLanes)
+        ((one - two / (one + exp(Vec::load(s) * factor))) * Vec::all(cap)).store(s);
+}
+
 // Turn a block's scores into softmax weights, and set `rescale`, the factor for each row's sums so far. Row r attends
 // to keys [low(r), high(r)). Exponentials of 16 rows are computed together, as one row's steps wait for each other.
 template <class T, class L, class H>
@@ -227,10 +234,11 @@ void softmax_block(int rows, float scale, const L& low, const H& high, Attention
 }
 
 // Attention of one work item: reads its part of q, writes its part of out, both [tokens, ld] with heads of `dim` side
-// by side. Each block of keys prefetches one block of `ahead`.
+// by side. Each block of keys prefetches one block of `ahead`. A row with a sink begins with the sum of its exponential.
 template <class T>
 void attend(const Cache<T>& cache, const Item& item, BlockIterator& ahead, int64_t group, const int32_t* table,
-            int64_t table_width, float scale, const X<T>* q, X<T>* out, int64_t ld, AttentionScratch<T>& scratch) {
+            int64_t table_width, float scale, float cap, const float* sinks, const X<T>* q, X<T>* out, int64_t ld,
+            AttentionScratch<T>& scratch) {
     const Span& span = *item.span;
     const int64_t from = item.from, to = item.to, h = item.head, dim = cache.dim, column = h * group * dim;
     const int32_t* pages = table + span.row * table_width;
@@ -241,7 +249,7 @@ void attend(const Cache<T>& cache, const Item& item, BlockIterator& ahead, int64
     for (int r = 0; r < rows; ++r) {
         const X<T>* in = q + (span.token + from + r / group - span.start) * ld + column + r % group * dim;
         memcpy(&scratch.q[r * dim], in, dim * sizeof(X<T>));
-        scratch.row_max[r] = -1e30f, scratch.row_sum[r] = 0.0f;
+        scratch.row_max[r] = sinks ? sinks[h * group + r % group] : -1e30f, scratch.row_sum[r] = sinks ? 1.0f : 0.0f;
         memset(&scratch.o[r * dim], 0, dim * sizeof(float));
     }
     for (int64_t first = item.first_block(); first < to; first += kKeys) {
@@ -254,8 +262,9 @@ void attend(const Cache<T>& cache, const Item& item, BlockIterator& ahead, int64
             if (uses_amx<T>(dim) && cache.is_packed() && !cache.scale) fill_up(g, count, dim, scratch.values.data());
 #endif
         score<T>(rows, scratch.q.data(), dim, g, count, keys, scratch.s.data());
+        if (cap != 0.0f) soft_cap(rows, scale, cap, scratch.s.data());
         softmax_block<T>(
-            rows, scale, [&](int r) { return span.window ? from + r / group + 1 - span.window - first : 0; },
+            rows, cap != 0.0f ? 1.0f : scale, [&](int r) { return span.window ? from + r / group + 1 - span.window - first : 0; },
             [&](int r) { return std::min<int64_t>(from + r / group + 1 - first, kKeys); }, scratch);
         weigh<T>(rows, scratch.p.data(), g, count, scratch.rescale.data(), values, scratch.o.data(), dim);
         for (; values.is_open(); ++values.done) values.fetch(0);

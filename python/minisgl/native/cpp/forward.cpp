@@ -402,9 +402,9 @@ class Decoder : public Model {
         });
     }
 
-    // Normalise a head if it has a norm weight, and apply RoPE (halves rotated against each other).
+    // Normalise a head if it has a norm weight, apply RoPE (halves rotated against each other), and scale the result.
     template <class Y>
-    void rotate(float* head, const float* weight, const float* cos, Y* out) const {
+    void rotate(float* head, const float* weight, const float* cos, float scale, Y* out) const {
         if (weight) rms_norm(head, weight, s_.dim, head);
         const int64_t half = s_.dim / 2;
         for (int64_t i = 0; i < half; i += kLanes) {
@@ -414,11 +414,11 @@ class Decoder : public Model {
             store_part(head + i, a * c - b * s, n);
             store_part(head + half + i, b * c + a * s, n);
         }
-        convert(head, out);
+        convert(head, scale, out);
     }
     template <class Y>
-    void convert(const float* head, Y* out) const {
-        for (int64_t d = 0; d < s_.dim; d += kLanes) put(out + d, Vec::load(head + d));
+    void convert(const float* head, float scale, Y* out) const {
+        for (int64_t d = 0; d < s_.dim; d += kLanes) put(out + d, Vec::load(head + d) * Vec::all(scale));
     }
 
     void rotate_and_store(const Layer& layer, int64_t m, int64_t query_heads) {
@@ -431,14 +431,15 @@ class Decoder : public Model {
                 const int64_t slot = page * s_.page + positions_[t] % s_.page;
                 float* heads = &qkv_[t * qkv_size_];
                 const float* cos = layer.w->cos_sin + positions_[t] * s_.dim;
+                const float q_scale = layer.w->q_scale ? layer.w->q_scale[positions_[t]] : 1.0f;
                 for (int64_t h = 0; h < query_heads; ++h)
-                    rotate(heads + h * s_.dim, layer.w->q_norm, cos, &q_[t * ld_q_ + h * s_.dim]);
+                    rotate(heads + h * s_.dim, layer.w->q_norm, cos, q_scale, &q_[t * ld_q_ + h * s_.dim]);
                 const bool is_first = t == 0 || rows_[t - 1] != rows_[t];
                 const bool is_last = t + 1 == m || rows_[t + 1] != rows_[t];
                 for (int64_t h = 0; h < s_.kv_heads; ++h) {
                     float *k = heads + q_size_ + h * s_.dim, *v = k + s_.kv_heads * s_.dim;
-                    rotate(k, layer.w->k_norm, cos, key);
-                    convert(v, value);
+                    rotate(k, layer.w->k_norm, cos, 1.0f, key);
+                    convert(v, 1.0f, value);
                     cache.store(slot, h, key, value, is_first, is_last);
                 }
             }
@@ -466,8 +467,8 @@ class Decoder : public Model {
             const Item *item = &items_[part(items_.size(), n, piece)], *end = items_.data() + items_.size();
             BlockIterator ahead(item, end, kBlocksAhead);
             for (; item != &items_[0] + part(items_.size(), n, piece + 1); ++item)
-                attend<T>(cache, *item, ahead, group, layer.w->page_table, s_.table_width, (float)s_.scale, q_.data(),
-                          attended_.data(), ld_q_, scratch_[thread]);
+                attend<T>(cache, *item, ahead, group, layer.w->page_table, s_.table_width, (float)s_.scale,
+                          (float)layer.w->softcap, layer.w->sinks, q_.data(), attended_.data(), ld_q_, scratch_[thread]);
         });
     }
 

@@ -2,7 +2,7 @@
 #pragma once
 #include <cstdint>
 
-constexpr int64_t kLayoutVersion = 1568125378;
+constexpr int64_t kLayoutVersion = 1722810796;
 
 namespace minisgl {
 
@@ -53,6 +53,8 @@ struct LayerWeights {
     int64_t cache_stride;
     void *cache;
     float *cache_scale;
+    const float *sinks, *q_scale;
+    double softcap;
 };
 struct ModelSpec {
     int64_t is_bf16, head_bits, layers, hidden, intermediate, vocab, head_rows, heads, kv_heads, dim, page, threads, is_tied;
