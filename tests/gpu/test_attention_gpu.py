@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 import torch
 
-from contract.test_attention import MIXES
+from contract.test_attention import MIXES, OPTIONS
 from minisgl.attention.triton import TritonAttention
 from minisgl.engine.graphs.capture import Capture
 from minisgl.kernels.triton.linear import gemv
@@ -20,9 +20,12 @@ from minisgl.ops.deferred import finished
 from minisgl.ops.quantized import Format
 from minisgl.ops.table import OpTable, load_ops
 from unit.attention.triton_cases import (
+    PLAIN,
     Case,
+    Option,
     assert_near,
     check_attend,
+    check_drafted,
     check_forward,
     check_fp8,
     check_needle,
@@ -205,16 +208,55 @@ def test_attend_with_sliding_window(dim: int, window: int):
         check_attend(mix, 64, 4, dim, BF16, CUDA, True, window=window)
 
 
+DRAFTED = [(3, 3), (1, 70), (5, 1700), (2, 128), (5, 9000), (1, 1)]
+
+
+@pytest.mark.parametrize("dim", [80, 96, 192, 512])
+@pytest.mark.parametrize("window", [None, 300])
+def test_other_head_sizes(dim: int, window: int | None):
+    """Decode, prompts and both, split and not, with drafts, and over pages of 8 bits; what stands before attention."""
+    for mix in (MIXES | LONG).values():
+        check_forward(mix, 64, 4, dim, BF16, CUDA, window=window)
+    check_forward(MIXES["mixed"], 16, 2, dim, torch.float32, CUDA, window=window)
+    check_padded(MIXES["mixed"], 8, dim, BF16, CUDA, window)
+    for mix in ([(1, 700)], [(1, 30 * i + 1) for i in range(40)], [(1, 10 * i + 1) for i in range(70)]):
+        check_attend(mix, 64, 8, dim, BF16, CUDA, True, window=window)
+        check_fp8(mix, 64, 4, dim, BF16, CUDA, window)
+    check_fp8(MIXES["mixed"], 64, 4, dim, BF16, CUDA, window)
+    for fp8_cache in (False, True):
+        check_drafted(DRAFTED, 64, 4, dim, BF16, CUDA, 5, window, fp8_cache)
+
+
+@pytest.mark.parametrize("option", OPTIONS)
+@pytest.mark.parametrize(
+    ("page_size", "group", "dim", "window"),
+    [(64, 8, 64, 128), (64, 8, 64, None), (16, 2, 256, 300), (64, 4, 128, None)],
+)
+def test_options_of_scores(page_size: int, group: int, dim: int, window: int | None, option: str):
+    """Those of GPT-OSS, Gemma 2 and of both, with all of `test_other_head_sizes`."""
+    for mix in (MIXES | LONG).values():
+        check_forward(mix, page_size, group, dim, BF16, CUDA, window=window, option=OPTIONS[option])
+    check_padded(MIXES["mixed"], group, dim, BF16, CUDA, window, OPTIONS[option])
+    for mix in ([(1, 700)], [(1, 30 * i + 1) for i in range(40)], [(1, 10 * i + 1) for i in range(70)]):
+        check_attend(mix, page_size, group, dim, BF16, CUDA, False, window=window, option=OPTIONS[option])
+    check_fp8(MIXES["mixed"], page_size, group, dim, BF16, CUDA, window, option=OPTIONS[option])
+    for fp8_cache in (False, True):
+        check_drafted(DRAFTED, page_size, group, dim, BF16, CUDA, 5, window, fp8_cache, OPTIONS[option])
+
+
 @pytest.mark.parametrize("mix", LONG)
 def test_same_batch_gives_same_bits(mix: str):
     check_repeats(LONG[mix], 2, BF16, CUDA)
 
 
 @pytest.mark.parametrize("is_fused", [False, True])
-@pytest.mark.parametrize("window", [None, 300])
-def test_captured_step_reads_new_sequence_lengths(is_fused: bool, window: int | None):
+@pytest.mark.parametrize(
+    ("dim", "window", "option"), [(128, None, PLAIN), (128, 300, PLAIN), (64, 300, OPTIONS["both"]), (512, None, PLAIN)]
+)
+def test_captured_step_reads_new_sequence_lengths(is_fused: bool, dim: int, window: int | None, option: Option):
     """A graph captured with short sequences replays long ones; each layer draws tickets of its own."""
-    case = Case([(1, 5000), (1, 900), (1, 64), (1, 3)], 64, 2, 128, BF16, CUDA, window=window)
+    case = Case([(1, 5000), (1, 900), (1, 64), (1, 3)], 64, 2, dim, BF16, CUDA, window=window, option=option)
+    case.attention.ops = replace(case.attention.ops, norm_rope_store=norm_rope_store)
     lens, heads = case.batch.layout.kv_lens.clone(), case.heads(True)
     expected = case.expected(case.q, case.pages)
     outs: list[torch.Tensor] = []
@@ -223,9 +265,9 @@ def test_captured_step_reads_new_sequence_lengths(is_fused: bool, window: int | 
         attention = case.step()
         for _ in range(3):
             if is_fused:
-                outs.append(attention.attend(case.qkv.flatten(1), heads, case.pages))
+                outs.append(attention.attend(case.qkv.flatten(1).clone(), heads, case.pages))
             else:
-                outs.append(attention.forward(case.q, case.pages))
+                outs.append(attention.forward(case.q, case.pages, case.sinks))
 
     if is_fused:
         pages = case.pages.clone()

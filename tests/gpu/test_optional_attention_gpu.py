@@ -40,12 +40,14 @@ CASES = [
 
 
 @cache
-def backend(names: str, page_size: int, group: int, dim: int, window: int | None = None) -> Attention:
+def backend(
+    names: str, page_size: int, group: int, dim: int, window: int | None = None, softcap: float = 0.0
+) -> Attention:
     """Resolve the backend as users do. Skip the test if one of `names` is refused: a replacement would test nothing.
 
     A failed build fails the test.
     """
-    kind = GroupedQuery(KV_HEADS * group, KV_HEADS, dim, dim**-0.5, window)
+    kind = GroupedQuery(KV_HEADS * group, KV_HEADS, dim, dim**-0.5, window, softcap=softcap)
     spec = AttentionSpec(CUDA, BF16, kind, page_size)
     for name in names.split(","):
         reason = ATTENTION.refusal(name, spec)
@@ -76,8 +78,8 @@ class Step:
         poison(self.q)
         return self.prepared(attention).forward(self.qkv[:, : self.q.shape[1]], self.pages)
 
-    def expected(self, window: int | None = None) -> torch.Tensor:
-        return reference.paged_attention(self.q, self.pages, self.table, self.batch.layout, self.scale, window)
+    def expected(self, window: int | None = None, softcap: float = 0.0) -> torch.Tensor:
+        return reference.paged_attention(self.q, self.pages, self.table, self.batch.layout, self.scale, window, softcap)
 
 
 @pytest.mark.parametrize("mix", MIXES)
@@ -109,6 +111,22 @@ def test_layers_with_different_windows(names: str, mix: str):
         poison(step.q)
         out = prepared[window].forward(step.qkv[:, : step.q.shape[1]], step.pages)
         assert_near(out, expected[window], step.spans)
+
+
+def test_soft_caps():
+    for mix in ("decode", "mixed"):
+        step = Step(MIXES[mix], 64, 2, 128)
+        attention = backend("fi", 64, 2, 128, softcap=2.0)
+        assert_near(step.forward(attention), step.expected(softcap=2.0), step.spans)
+
+
+@pytest.mark.parametrize("mix", ["decode", "mixed"])
+def test_fa3_attends_with_a_soft_cap_or_is_replaced(mix: str):
+    """Its wheel may have been built without soft caps; it must then fail when it is built."""
+    step = Step(MIXES[mix], 128, 2, 128)
+    kind = GroupedQuery(2 * KV_HEADS, KV_HEADS, 128, 128**-0.5, softcap=2.0)
+    (attention,) = resolve_attention("fa3", [AttentionSpec(CUDA, BF16, kind, 128)], OpTable())
+    assert_near(step.forward(attention), step.expected(softcap=2.0), step.spans)
 
 
 @pytest.mark.parametrize(("names", "page_size"), [("fi", 64), ("fa3", 128), ("fa3,triton", 128), ("triton,fi", 64)])
