@@ -134,4 +134,5 @@ class _Step(StepAttention):
 
     def forward(self, q: Tensor, pages: Pages, sinks: Tensor | None = None) -> Tensor:
         assert not isinstance(pages, QuantizedPages), "FA3 cannot read quantized pages"
+        assert sinks is None, "FA3 has no sinks"
         return self.plan.run(q, pages)

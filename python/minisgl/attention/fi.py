@@ -114,6 +114,7 @@ class _Step(StepAttention):
 
     def forward(self, q: Tensor, pages: Pages, sinks: Tensor | None = None) -> Tensor:
         assert not isinstance(pages, QuantizedPages), "FlashInfer cannot read quantized pages"
+        assert sinks is None, "FlashInfer has no sinks"
         return _run(self.wrapper, q, pages)
 
 

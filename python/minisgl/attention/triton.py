@@ -179,6 +179,7 @@ class TritonAttention(AttentionBackend):
         self, q: Tensor, pages: Pages, page_table: Tensor, chunks: _Tiles, out: Tensor, sinks: Tensor | None
     ) -> None:
         """Write the output of the prompt chunks to their rows of `out`."""
+        assert (sinks is not None) == self.spec.kind.has_sinks, "layers have sinks if their `GroupedQuery` says so"
         if self._cuda is not None and chunks.tiling is self._whole and q.dtype is torch.float16:
             data, scales = data_and_scale(pages)
             if self._cuda.cuda_prefill(
@@ -219,6 +220,7 @@ class TritonAttention(AttentionBackend):
         With `heads`, `q` has q, k and v, which are not normalised and rotated yet.
         """
         table, kernel = step.page_table, step.kernel
+        assert (sinks is not None) == self.spec.kind.has_sinks, "layers have sinks if their `GroupedQuery` says so"
         if self._cuda is not None and kernel is self._decode[1] and q.dtype is torch.float16:
             data, scales = data_and_scale(pages)
             if self._cuda.cuda_decode(
