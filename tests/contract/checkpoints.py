@@ -19,6 +19,7 @@ from transformers import (
     Exaone4Config,
     ExaoneMoeConfig,
     FlexOlmoConfig,
+    Gemma2Config,
     Gemma3TextConfig,
     GemmaConfig,
     Glm4Config,
@@ -30,6 +31,7 @@ from transformers import (
     Jais2Config,
     LlamaConfig,
     MiniMaxM2Config,
+    Ministral3Config,
     MinistralConfig,
     MistralConfig,
     MixtralConfig,
@@ -48,6 +50,7 @@ from transformers import (
     SolarOpenConfig,
     StableLmConfig,
     Starcoder2Config,
+    VaultGemmaConfig,
 )
 from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
 
@@ -77,6 +80,14 @@ GROUPED_EXPERTS: dict[str, Any] = {
     "first_k_dense_replace": 1,
 }
 LAYER_TYPES = ["sliding_attention", "full_attention", "sliding_attention"]
+GEMMA_2: dict[str, Any] = {
+    **COMMON,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "head_dim": 32,
+    "sliding_window": 17,
+    "query_pre_attn_scalar": 20,
+}
 LLAMA3_ROPE = {
     "rope_type": "llama3",
     "rope_theta": 10000.0,
@@ -85,7 +96,12 @@ LLAMA3_ROPE = {
     "high_freq_factor": 4.0,
     "original_max_position_embeddings": 64,
 }
-YARN_ROPE = {"rope_type": "yarn", "rope_theta": 10000.0, "factor": 4.0, "original_max_position_embeddings": 64}
+YARN_ROPE: dict[str, Any] = {
+    "rope_type": "yarn",
+    "rope_theta": 10000.0,
+    "factor": 4.0,
+    "original_max_position_embeddings": 64,
+}
 YARN_OPTIONS = {"truncate": False, "beta_fast": 8.0, "beta_slow": 0.5, "mscale": 1.3, "mscale_all_dim": 0.6}
 LONG_ROPE = {
     "rope_type": "longrope",
@@ -178,6 +194,16 @@ def configurations() -> dict[str, Any]:
             },
         ),
         "gemma": GemmaConfig(**COMMON, num_attention_heads=4, num_key_value_heads=1, head_dim=32),
+        "gemma2": Gemma2Config(
+            **GEMMA_2 | {"attn_logit_softcapping": 2.0, "final_logit_softcapping": 5.0},
+        ),
+        "gemma2-without-caps": Gemma2Config(
+            **GEMMA_2 | {"attn_logit_softcapping": None, "final_logit_softcapping": None},
+        ),
+        "vaultgemma": VaultGemmaConfig(**GEMMA_2 | {"attn_logit_softcapping": 1.5}),
+        "ministral3": Ministral3Config(
+            **COMMON, **gqa, head_dim=16, rope_parameters={**YARN_ROPE, "llama_4_scaling_beta": 0.7, "factor": 8.0}
+        ),
         "ministral": MinistralConfig(**COMMON, **gqa, head_dim=16, sliding_window=21, layer_types=LAYER_TYPES),
         "smollm3": SmolLM3Config(**COMMON, **gqa, pad_token_id=0, no_rope_layer_interval=2),
         "smollm3-listed": SmolLM3Config(

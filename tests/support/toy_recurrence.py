@@ -87,8 +87,8 @@ class ToyConfig(ModelConfig):
 class ToyLayer(DecoderLayer):
     """The first layer of a model has a recurrence."""
 
-    def __init__(self, builder: Builder, config: ModelConfig, index: int, cos_sin: Tensor) -> None:
-        super().__init__(builder, config, index, cos_sin)
+    def __init__(self, builder: Builder, config: ModelConfig, index: int, *tables: Any) -> None:
+        super().__init__(builder, config, index, *tables)
         if index == 0:
             del builder.states[0]
             self.self_attn = Recurrence(builder, config.mixer(0, builder.info))  # type: ignore[assignment]

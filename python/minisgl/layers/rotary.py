@@ -70,6 +70,14 @@ def cos_sin_table(rope: RopeConfig, head_dim: int, max_positions: int, device: t
     return table.flatten(1).to(device)
 
 
+def query_scales(beta: float, original: int, max_positions: int, device: torch.device) -> Tensor:
+    """Return the factors of queries by position, float32 [max_positions]: 1 + beta ln(1 + floor(position / original)).
+
+    They keep attention sharp beyond the original context, as in Llama 4.
+    """
+    return (1 + beta * torch.log(1 + torch.arange(max_positions) // original)).float().to(device)
+
+
 def head_order(head_dim: int, rotary_dim: int, *, is_interleaved: bool) -> list[int]:
     """Return the elements of a head in the order in which the halves [head_dim / 2] of all of it may rotate.
 

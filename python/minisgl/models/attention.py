@@ -22,8 +22,8 @@ if TYPE_CHECKING:
 class Attention:
     """Grouped-query attention of layer `index`, with optional biases and norms of q and k.
 
-    Layers share `cos_sin` [max positions, head_dim] float32. `in_features` of the qkv projection is the hidden size by
-    default.
+    Layers share `cos_sin` [max positions, head_dim] and `q_scale` [max positions], float32. `in_features` of the qkv
+    projection is the hidden size by default.
     """
 
     def __init__(
@@ -33,6 +33,7 @@ class Attention:
         index: int,
         cos_sin: Tensor,
         in_features: int | None = None,
+        q_scale: Tensor | None = None,
     ) -> None:
         c, name = config, f"model.layers.{index}.self_attn"
         family = c.family
@@ -58,7 +59,7 @@ class Attention:
             q_norm, k_norm = (norm(module).weight for module in norms)
         mixer = c.mixer(index, builder.info)
         self.kv, self.mixer = builder.state(*mixer.states), builder.mixer(mixer)
-        self.heads = HeadTransform(q_norm, k_norm, c.rms_norm_eps, cos_sin)
+        self.heads = HeadTransform(q_norm, k_norm, c.rms_norm_eps, cos_sin, q_scale)
 
     def forward(self, stream: Stream, norm: Norm | None, ctx: Context) -> Stream:
         """Return the stream [T, H] with this rank's part of the block's output, for the normalised `stream`.

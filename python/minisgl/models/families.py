@@ -111,6 +111,7 @@ class Family:
     logit_scale          the field of config.json for a multiplier of logits, and its exponent: 1 or -1
     is_interleaved       RoPE rotates adjacent elements of a head instead of its halves
     has_partial_rope     RoPE rotates the first `partial_rotary_factor` of a head
+    scales_queries       q is multiplied by a number that grows with its position (`layers/rotary.py: query_scales`)
     without_rope         which layers have no RoPE (`models/positions.py: WITHOUT_ROPE`)
     slides               which layers may have a window (`models/positions.py: SLIDES`); None: no layer
     has_window_switch    these layers have a window only if `use_sliding_window` is true
@@ -141,6 +142,7 @@ class Family:
     logit_scale: tuple[str, int] | None = None
     is_interleaved: bool = False
     has_partial_rope: bool = False
+    scales_queries: bool = False
     without_rope: str | None = None
     experts: ExpertFlags | None = None
     slides: str | None = None
@@ -156,6 +158,14 @@ GEMMA: Final[Mapping[str, Any]] = {
     "head_dim": 256,
     "hidden_activation": "gelu_pytorch_tanh",
     "tie_word_embeddings": True,
+}
+GEMMA2: Final[Mapping[str, Any]] = {
+    **GEMMA,
+    **WINDOW,
+    "sliding_window_pattern": 2,
+    "query_pre_attn_scalar": 256,
+    "attn_logit_softcapping": 50.0,
+    "final_logit_softcapping": 30.0,
 }
 GLM: Final[Mapping[str, Any]] = {
     "rms_norm_eps": 1.5625e-07,
@@ -179,6 +189,14 @@ FAMILIES: Final[Mapping[str, Family]] = MappingProxyType(
             text_types=("mistral",),
             text_defaults=dict(zip(SIZES, (32000, 4096, 14336, 32, 32, 8, 131072), strict=True)),
             defaults=WINDOW,
+        ),
+        "Ministral3ForCausalLM": Family(
+            qkv_bias=False,
+            o_bias=False,
+            scales_queries=True,
+            slides="all",
+            text_types=("ministral3",),
+            defaults={"rms_norm_eps": 1e-5, "head_dim": 128},
         ),
         "MinistralForCausalLM": Family(qkv_bias=False, o_bias=False, slides="listed", defaults=WINDOW),
         "Qwen2ForCausalLM": Family(
@@ -379,6 +397,25 @@ FAMILIES: Final[Mapping[str, Family]] = MappingProxyType(
             norm_offset=1.0,
             scales_embedding=True,
             defaults={**GEMMA, "hidden_act": "gelu_pytorch_tanh"},
+        ),
+        "Gemma2ForCausalLM": Family(
+            norms=SANDWICH,
+            norm_offset=1.0,
+            scales_embedding=True,
+            slides="pattern",
+            activation_key="hidden_activation",
+            options=SOFTCAPS,
+            text_types=("gemma2",),
+            defaults=GEMMA2,
+        ),
+        "VaultGemmaForCausalLM": Family(
+            norms=("input_layernorm", None, "pre_feedforward_layernorm", None),
+            norm_offset=1.0,
+            scales_embedding=True,
+            slides="pattern",
+            activation_key="hidden_activation",
+            options=SOFTCAPS,
+            defaults=GEMMA2,
         ),
         "Gemma3ForCausalLM": Family(
             norms=SANDWICH,

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Final
 import torch
 
 from minisgl.layers.linear import Embedding, LayerNorm, Linear, RMSNorm, Stream
-from minisgl.layers.rotary import cos_sin_table
+from minisgl.layers.rotary import cos_sin_table, query_scales
 from minisgl.models.attention import Attention
 from minisgl.models.mlp import GatedMLP, PlainMLP, SparseMLP
 from minisgl.ops.deferred import finished
@@ -39,14 +39,16 @@ class DecoderLayer:
     ranks' outputs.
     """
 
-    def __init__(self, builder: Builder, config: ModelConfig, index: int, cos_sin: Tensor) -> None:
+    def __init__(
+        self, builder: Builder, config: ModelConfig, index: int, cos_sin: Tensor, q_scale: Tensor | None
+    ) -> None:
         c, name = config, f"model.layers.{index}"
         epsilons = c.norm_eps, c.rms_norm_eps, c.norm_eps, c.rms_norm_eps
         self.norms = [
             None if module is None else make_norm(builder, c, f"{name}.{module}", eps)
             for module, eps in zip(c.family.norms, epsilons, strict=True)
         ]
-        self.self_attn = Attention(builder, c, index, cos_sin)
+        self.self_attn = Attention(builder, c, index, cos_sin, q_scale=q_scale)
         is_dense = c.experts is None or index in c.experts.dense_layers
         kind = SparseMLP if not is_dense else GatedMLP if c.family.is_gated else PlainMLP
         self.mlp = kind(builder, c, index)
@@ -127,10 +129,13 @@ class LlamaForCausalLM:
 
     def __init__(self, builder: Builder, config: ModelConfig) -> None:
         c = self.config = config
+        scales = None
+        if c.query_scaling is not None:
+            scales = query_scales(*c.query_scaling, c.max_position_embeddings, builder.device)
         name = f"model.{c.family.names.get('norm', 'norm')}"
         self.model = LlamaModel(
             Embedding(builder, "model.embed_tokens", c.vocab_size, c.hidden_size, scale=c.embedding_scale),
-            [DecoderLayer(builder, c, i, table) for i, table in enumerate(rope_tables(builder, c))],
+            [DecoderLayer(builder, c, i, table, scales) for i, table in enumerate(rope_tables(builder, c))],
             make_norm(builder, c, name, c.norm_eps, c.logit_scale),
         )
         tied = self.model.embed_tokens.weight if config.tie_word_embeddings else None
@@ -186,4 +191,6 @@ class LlamaForCausalLM:
 
         With several ranks, V is this rank's shard of the vocabulary.
         """
-        return finished(self.lm_head.after_sum_norm(stream, self.model.norm)[0])
+        logits = finished(self.lm_head.after_sum_norm(stream, self.model.norm)[0])
+        cap = self.config.logit_softcap
+        return logits.div_(cap).tanh_().mul_(cap) if cap else logits

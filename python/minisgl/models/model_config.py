@@ -13,7 +13,15 @@ from minisgl.core.layout import FULL, WINDOW
 from minisgl.core.specs import GroupedQuery
 from minisgl.layers.rope import NO_ROPE
 from minisgl.models.families import FAMILIES, SOFTCAPS, ExpertFlags, Family
-from minisgl.models.positions import number, read_dense_layers, read_layers_without_rope, read_ropes, read_windows, size
+from minisgl.models.positions import (
+    number,
+    read_dense_layers,
+    read_layers_without_rope,
+    read_query_scaling,
+    read_ropes,
+    read_windows,
+    size,
+)
 
 if TYPE_CHECKING:
     from minisgl.distributed.info import DistributedInfo
@@ -55,7 +63,9 @@ class ModelConfig:
     `family` has the differences between architectures. `windows` has the window of each layer, or None. Layers with a
     window use `window_rope`, the others `rope`, except `layers_without_rope`. Attention scores are multiplied by
     `attention_scale`; None means 1 / sqrt(head_dim). The norms before blocks and the last one have the epsilon
-    `norm_eps`, others `rms_norm_eps`. `embedding_scale` and `logit_scale` multiply embeddings and logits.
+    `norm_eps`, others `rms_norm_eps`. `embedding_scale` and `logit_scale` multiply embeddings and logits. Scores and
+    logits have a limit `softcap` and `logit_softcap`, or none if it is 0. `query_scaling` is (beta, original length) of
+    `layers/rotary.py: query_scales`.
     """
 
     architecture: str
@@ -70,6 +80,9 @@ class ModelConfig:
     norm_eps: float
     embedding_scale: float
     logit_scale: float
+    softcap: float
+    logit_softcap: float
+    query_scaling: tuple[float, int] | None
     max_position_embeddings: int
     rope: RopeConfig
     window_rope: RopeConfig
@@ -106,6 +119,7 @@ class ModelConfig:
             head_dim=self.head_dim,
             scale=self.head_dim**-0.5 if self.attention_scale is None else self.attention_scale,
             window=self.windows[layer],
+            softcap=self.softcap,
             group=FULL if self.window is None or self.windows[layer] is None else WINDOW,
         )
 
@@ -203,6 +217,9 @@ class ModelConfig:
             norm_eps=eps / residual**2,
             embedding_scale=embedding / residual,
             logit_scale=logit_scale,
+            softcap=options.get("attn_logit_softcapping", 0.0),
+            logit_softcap=options.get("final_logit_softcapping", 0.0),
+            query_scaling=read_query_scaling(config) if family.scales_queries else None,
             max_position_embeddings=max_positions,
             rope=rope,
             window_rope=window_rope,

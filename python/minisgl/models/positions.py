@@ -137,6 +137,16 @@ def read_layers_without_rope(
     return frozenset(i for i in range(len(windows)) if WITHOUT_ROPE[rule](config, i, windows))
 
 
+def read_query_scaling(config: dict[str, Any]) -> tuple[float, int] | None:
+    """Return (beta, original length) of `layers/rotary.py: query_scales`, if queries are scaled."""
+    scaling = config.get("rope_parameters") or config.get("rope_scaling")
+    if not isinstance(scaling, dict):
+        raise ConfigError(f"config.json has rope_parameters={scaling!r:.60}; an object is needed")
+    if scaling.get("llama_4_scaling_beta") is None:
+        return None
+    return number(scaling, "llama_4_scaling_beta"), size(scaling, "original_max_position_embeddings")
+
+
 def read_ropes(config: dict[str, Any], head_dim: int) -> tuple[RopeConfig, RopeConfig]:
     """Return the RoPE of layers without a window, and of those with one. Raises `ConfigError` if one is unsupported.
 

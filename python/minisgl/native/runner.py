@@ -84,6 +84,7 @@ def layers_refusal(m: ModelConfig) -> str | None:
         f"the activation {m.activation}": m.activation != "silu" or not family.is_gated,
         "a norm over all heads": m.qk_norm == "all",
         "a multiplier of embeddings": m.embedding_scale != 1.0,
+        "a limit of logits": m.logit_softcap > 0,
     }
     return next((name for name, is_missing in missing.items() if is_missing), None)
 

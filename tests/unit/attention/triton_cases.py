@@ -262,7 +262,8 @@ def check_fp8(
     case.attention.ops = replace(case.attention.ops, norm_rope_store=norm_rope_store)
     out = case.step().attend(qkv.clone(), heads, case.pages)
     q = reference.norm_rope_store(qkv, heads, case.batch.positions, pages, case.out_loc)
-    assert_near(out, case.expected(q, pages), case.spans, 0.02)  # a rounded number may be the next
+    # A rounded number may be the next, which counts for more in a short head.
+    assert_near(out, case.expected(q, pages), case.spans, 0.02 if q.shape[-1] >= 128 else 0.03)
     stored, wanted = (p.dense(page.unique()).nan_to_num(0.0) for p in (case.pages, pages))
     assert float((stored - wanted).norm() / wanted.norm()) < 0.01
 
