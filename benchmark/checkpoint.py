@@ -16,8 +16,9 @@ from safetensors.torch import save_file
 from minisgl.distributed.communicator import SoloCommunicator
 from minisgl.distributed.info import ALONE, DistributedInfo
 from minisgl.layers.builder import Builder, Parameter, Source
+from minisgl.models.llama import LlamaForCausalLM
 from minisgl.models.model_config import ModelConfig
-from minisgl.models.weight import DUMMY_STD, MODELS
+from minisgl.models.weight import DUMMY_STD
 from minisgl.ops.table import load_ops
 from minisgl.tools.bench.shapes import SHAPES, write_config
 
@@ -35,7 +36,7 @@ def build_parameters(
     model = ModelConfig.from_hf(config)
     at = torch.device(device)
     builder = Builder(load_ops("reference"), dtype, at, SoloCommunicator(info, at))
-    parameters: tuple[Parameter, ...] = MODELS.load(model.architecture)(builder, model).parameters
+    parameters: tuple[Parameter, ...] = LlamaForCausalLM(builder, model).parameters
     return parameters
 
 

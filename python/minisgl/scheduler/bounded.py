@@ -20,7 +20,7 @@ if TYPE_CHECKING:
     from minisgl.scheduler.rows import Rows
 
 
-EVERY: Final = 2048  # tokens between spare snapshots of a prompt
+EVERY: Final = 512  # tokens between spare snapshots of a prompt
 
 
 class BoundedState:
