@@ -8,6 +8,7 @@ import numpy as np
 
 from minisgl.core.layout import Flag
 from minisgl.core.plan import TILE_TOKENS
+from minisgl.core.rounding import ceil_div
 from minisgl.kvcache.snapshots import IN_FLIGHT, Reason, Snapshot
 from minisgl.kvcache.tree import common_prefix_len
 
@@ -20,7 +21,8 @@ if TYPE_CHECKING:
     from minisgl.scheduler.rows import Rows
 
 
-EVERY: Final = 512  # tokens between spare snapshots of a prompt
+EVERY: Final = 512  # the least number of tokens between spare snapshots of a prompt
+MAX_SPARE: Final = 32  # of a prompt: each is a node of the tree, through which every later look-up walks
 
 
 class BoundedState:
@@ -66,14 +68,16 @@ class BoundedState:
         snapshot = self.snapshots.use(handle.node) if length else None
         for pool in self.pools:
             pool.rows[row] = {}
-            if snapshot is not None:
-                if copies := pool.restore(row, snapshot):
-                    self._rows.writes.restores[row] = [(*copy, row, length) for copy in copies]
-                self._write(pool, row, pool.rows[row])
+            if snapshot is None:
+                continue
+            if copies := pool.restore(row, snapshot):
+                self._rows.writes.restores[row] = [(*copy, row, length) for copy in copies]
+            self._write(pool, row, pool.rows[row])
         # Prompts may arrive one by one: the second captures where it diverges from the first, and the third finds that.
         divergence = max((common_prefix_len(req.ids, other.ids) for other in waiting), default=0)
         shared = req.system_tokens, handle.branch * page_size, divergence
-        wanted = dict.fromkeys(range(EVERY, len(req.ids), EVERY), Reason.SPARE)
+        every = max(EVERY, ceil_div(len(req.ids), MAX_SPARE))
+        wanted = dict.fromkeys(range(every, len(req.ids), every), Reason.SPARE)
         wanted |= {len(req.ids) - 1: Reason.END} | dict.fromkeys(shared, Reason.SHARED)
         req.capture_at = dict(sorted((end // page_size * page_size, reason) for end, reason in wanted.items()))
 

@@ -87,6 +87,29 @@ def test_spare_snapshots_let_the_second_of_two_prompts_begin_late(
     assert [s.reason for s in found.of.values()].count(Reason.SPARE) == 0 < len(found.of)
 
 
+def test_a_long_prompt_has_a_limited_number_of_spare_snapshots(
+    kinds: list[Bounded], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Each is a node that all later look-ups of the text walk through."""
+    monkeypatch.setattr(bounded, "EVERY", 4)
+    monkeypatch.setattr(bounded, "MAX_SPARE", 5)
+    h = harness(kinds)
+    hit_of(h, list(range(160)))
+    found = h.scheduler.cache.prefix.snapshots
+    assert found is not None
+    assert [s.reason for s in found.of.values()].count(Reason.SPARE) == 4, "one of five is the prompt's end"
+
+
+def test_a_request_that_fits_only_without_its_snapshot_begins_without() -> None:
+    """In memory for one row and the longest text, whose snapshot of one part keeps a block."""
+    h = harness([Bounded(WINDOW, 10)], num_pages=17, room=10)
+    capacity = h.scheduler.cache.arena.max_pages * PAGE
+    text = list(range(1, capacity + 1))
+    hit_of(h, text[:20])
+    assert hit_of(h, text) in (0, 16)
+    assert h.endings == {0: FinishReason.LENGTH, 1: FinishReason.LENGTH}
+
+
 def test_an_answer_is_handed_over_with_its_window(kinds: list[Bounded]) -> None:
     h, prompt = harness(kinds), list(range(1, 40))
     hit_of(h, prompt, 30)
