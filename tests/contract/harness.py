@@ -61,11 +61,14 @@ class MiniEngine(Stepper):
         dummy: bool = False,
         comm: Communicator | None = None,
         config: ModelConfig | None = None,
+        keeps_formats: bool = False,
     ) -> MiniEngine:
+        """With `keeps_formats`, quantized matrices keep the format of the checkpoint."""
         comm = comm or SoloCommunicator(ALONE, CPU)
         config = config or ModelConfig.from_hf(hf.load_config(folder))
         table = load_ops(ops)
-        model = load_model(folder, config, dtype, DEVICE, table, dummy=dummy, comm=comm)
+        options = {"dummy": dummy, "comm": comm, "supports_format": lambda kind: keeps_formats}
+        model = load_model(folder, config, dtype, DEVICE, table, **options)
         store = StateStore(page_size, dtype, CPU)
         store.add(model.states)
         store.allocate(num_pages)

@@ -5,6 +5,7 @@ transformers 5 with compressed-tensors 0.20 reads the same numbers from them (co
 
 from __future__ import annotations
 
+import copy
 import json
 import re
 import shutil
@@ -16,6 +17,8 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
+from contract.checkpoints import configurations, save
+from contract.harness import MiniEngine, Span
 from minisgl import LLM, SamplingParams
 from minisgl.__main__ import main
 from minisgl.checkpoint.hf import BUILTIN_MODEL, load_config
@@ -24,6 +27,7 @@ from minisgl.core.errors import ConfigError
 from minisgl.models import quantize
 from minisgl.models.dequantize import dequantized
 from minisgl.models.weight import open_all
+from minisgl.ops.quantized import BLOCK, Format, Quantized
 from support.faults import failing
 
 pytestmark = pytest.mark.usefixtures("fixed_costs")
@@ -151,3 +155,32 @@ def test_each_call_that_fails_leaves_nothing(tmp_path: Path, monkeypatch: pytest
         if calls.count < n:
             break
     assert failures > 20
+
+
+@pytest.mark.parametrize("kind", ["int8", "fp8", "int4"])
+@pytest.mark.parametrize("name", ["glm4", "ernie4.5", "helium"])
+def test_quantized_heads_rotate_as_others_do(name: str, kind: str, tmp_path: Path) -> None:
+    """The rows of q and k change places when they are loaded, with their scales if they are kept quantized."""
+    config = copy.deepcopy(configurations()[name])
+    config.hidden_size, config.intermediate_size, config.head_dim = 256, 256, 64
+    whole = save(tmp_path / "whole", config)
+    quantize.quantize(str(whole.folder), tmp_path / kind, kind)
+    spans = [Span(0, 0, [(7 * i * i + 3 * i) % 150 for i in range(70)])]
+    kept = MiniEngine.load(tmp_path / kind, ops="reference", keeps_formats=True)
+    assert any(isinstance(p.tensor, Quantized) and p.order is not None for p in kept.model.parameters)
+    want = MiniEngine.load(tmp_path / kind, ops="reference").step(spans)
+    assert (kept.step(spans) - want).abs().max() <= 1e-4 * want.abs().max()
+
+
+@pytest.mark.parametrize(
+    "kind", [Format(8, 0), Format(8, 0, is_integer=True), Format(8, BLOCK), Format(4, 128)], ids=str
+)
+def test_rows_change_places_with_their_scales(kind: Format) -> None:
+    matrix = kind.empty(512, 256, torch.device("cpu"))
+    matrix.round_from(torch.randn(512, 256) * torch.logspace(-2, 2, 512)[:, None])
+    before = matrix.dense(torch.float32)
+    within = torch.arange(512).view(-1, 2, 32).transpose(1, 2).flatten()
+    assert matrix.reorder(within) and torch.equal(matrix.dense(torch.float32), before[within])
+    across, before = torch.arange(512).flip(0), matrix.dense(torch.float32)
+    assert matrix.reorder(across) == (kind.rows == 1)
+    assert torch.equal(matrix.dense(torch.float32), before[across] if kind.rows == 1 else before)
