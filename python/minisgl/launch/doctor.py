@@ -150,7 +150,9 @@ def _model(args: ServerArgs) -> Facts:
         work: dict[str, Product | Mixture] = {
             "qkv": Product(1, attention // ranks, m.hidden_size, kind, dtype),
             "o": Product(1, m.hidden_size, m.num_heads * m.head_dim // ranks, kind, dtype),
-            "gate and up": Product(1, 2 * m.intermediate_size // ranks, m.hidden_size, kind, dtype, m.activation),
+            "gate and up": Product(1, 2 * m.intermediate_size // ranks, m.hidden_size, kind, dtype, m.activation)
+            if m.family.is_gated
+            else Product(1, m.intermediate_size // ranks, m.hidden_size, kind, dtype),
             "down": Product(1, m.hidden_size, m.intermediate_size // ranks, kind, dtype),
         }
         if experts := m.experts:

@@ -193,11 +193,11 @@ class Linear:
 class Embedding:
     """Token embedding with weight [V, H], sharded by token ids.
 
-    Rows are multiplied by `scale`, rounded to the model's dtype.
+    Rows are multiplied by `scale`.
     """
 
     def __init__(self, builder: Builder, name: str, vocab_size: int, hidden_size: int, scale: float = 1.0) -> None:
-        self.scale = float(torch.tensor(scale, dtype=builder.dtype))
+        self.scale = scale
         self._shard = builder.balanced_shard(vocab_size)
         self.weight = builder.parameter({f"{name}.weight": self._shard}, hidden_size)
         self._sum, self._embedding = builder.comm.sum, builder.ops.embedding

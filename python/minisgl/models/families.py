@@ -159,22 +159,58 @@ GEMMA: Final[Mapping[str, Any]] = {
     "hidden_activation": "gelu_pytorch_tanh",
     "tie_word_embeddings": True,
 }
-GEMMA2: Final[Mapping[str, Any]] = {
-    **GEMMA,
-    **WINDOW,
-    "sliding_window_pattern": 2,
-    "query_pre_attn_scalar": 256,
-    "attn_logit_softcapping": 50.0,
-    "final_logit_softcapping": 30.0,
-}
-GLM: Final[Mapping[str, Any]] = {
-    "rms_norm_eps": 1.5625e-07,
-    "attention_bias": True,
-    "head_dim": 128,
-    "partial_rotary_factor": 0.5,
-}
-COHERE: Final[Mapping[str, Any]] = {"layer_norm_eps": 1e-5, "logit_scale": 0.0625, "tie_word_embeddings": True}
 
+GLM: Final = Family(
+    o_bias=False,
+    fused=frozenset({"gate_up"}),
+    is_interleaved=True,
+    has_partial_rope=True,
+    defaults={
+        "rms_norm_eps": 1.5625e-07,
+        "attention_bias": True,
+        "head_dim": 128,
+        "partial_rotary_factor": 0.5,
+    },
+)
+COHERE: Final = Family(
+    norms=("input_layernorm", None, None, None),
+    is_parallel=True,
+    norm="layer",
+    eps_key="layer_norm_eps",
+    logit_scale=("logit_scale", 1),
+    is_interleaved=True,
+    refuses=("use_qk_norm",),
+    defaults={
+        "layer_norm_eps": 1e-5,
+        "logit_scale": 0.0625,
+        "tie_word_embeddings": True,
+        "rope_theta": 5e5,
+    },
+)
+GEMMA_2: Final = Family(
+    norms=SANDWICH,
+    norm_offset=1.0,
+    scales_embedding=True,
+    slides="pattern",
+    activation_key="hidden_activation",
+    options=SOFTCAPS,
+    text_types=("gemma2",),
+    defaults={
+        **GEMMA,
+        **WINDOW,
+        "sliding_window_pattern": 2,
+        "query_pre_attn_scalar": 256,
+        "attn_logit_softcapping": 50.0,
+        "final_logit_softcapping": 30.0,
+    },
+)
+ERNIE: Final = Family(
+    qkv_bias="use_bias",
+    o_bias="use_bias",
+    mlp_bias="use_bias",
+    is_interleaved=True,
+    defaults={"rms_norm_eps": 1e-5, "rope_theta": 5e5, "head_dim": 128, "tie_word_embeddings": True},
+)
 FAMILIES: Final[Mapping[str, Family]] = MappingProxyType(
     {
         "LlamaForCausalLM": Family(
@@ -279,52 +315,23 @@ FAMILIES: Final[Mapping[str, Family]] = MappingProxyType(
             options=MULTIPLIERS,
             logit_scale=("logits_scaling", 1),
         ),
-        "GlmForCausalLM": Family(
-            o_bias=False,
-            fused=frozenset({"gate_up"}),
-            is_interleaved=True,
-            has_partial_rope=True,
-            defaults=GLM,
-        ),
-        "Glm4ForCausalLM": Family(
+        "GlmForCausalLM": GLM,
+        "Glm4ForCausalLM": replace(
+            GLM,
             norms=("input_layernorm", "post_self_attn_layernorm", "post_attention_layernorm", "post_mlp_layernorm"),
-            o_bias=False,
-            fused=frozenset({"gate_up"}),
-            is_interleaved=True,
-            has_partial_rope=True,
-            defaults=GLM,
         ),
         "HeliumForCausalLM": Family(
             o_bias=False, is_interleaved=True, defaults={"rms_norm_eps": 1e-8, "rope_theta": 1e5, "head_dim": 128}
         ),
-        "Ernie4_5ForCausalLM": Family(
-            qkv_bias="use_bias",
-            o_bias="use_bias",
-            mlp_bias="use_bias",
-            is_interleaved=True,
-            defaults={"rms_norm_eps": 1e-5, "rope_theta": 5e5, "head_dim": 128, "tie_word_embeddings": True},
-        ),
-        "CohereForCausalLM": Family(
-            norms=("input_layernorm", None, None, None),
-            is_parallel=True,
-            norm="layer",
-            eps_key="layer_norm_eps",
-            logit_scale=("logit_scale", 1),
-            is_interleaved=True,
-            refuses=("use_qk_norm",),
-            defaults={**COHERE, "rope_theta": 5e5},
-        ),
-        "Cohere2ForCausalLM": Family(
-            norms=("input_layernorm", None, None, None),
-            is_parallel=True,
-            norm="layer",
-            eps_key="layer_norm_eps",
-            logit_scale=("logit_scale", 1),
-            is_interleaved=True,
+        "Ernie4_5ForCausalLM": ERNIE,
+        "CohereForCausalLM": COHERE,
+        "Cohere2ForCausalLM": replace(
+            COHERE,
+            refuses=(),
             without_rope="full",
             slides="pattern",
             text_types=("cohere2",),
-            defaults={**COHERE, **WINDOW, "sliding_window_pattern": 4},
+            defaults={**COHERE.defaults, **WINDOW, "rope_theta": 1e4, "sliding_window_pattern": 4},
         ),
         "Olmo2ForCausalLM": Family(norms=POST, qk_norm="all", defaults={"rms_norm_eps": 1e-5}),
         "Olmo3ForCausalLM": Family(
@@ -398,24 +405,9 @@ FAMILIES: Final[Mapping[str, Family]] = MappingProxyType(
             scales_embedding=True,
             defaults={**GEMMA, "hidden_act": "gelu_pytorch_tanh"},
         ),
-        "Gemma2ForCausalLM": Family(
-            norms=SANDWICH,
-            norm_offset=1.0,
-            scales_embedding=True,
-            slides="pattern",
-            activation_key="hidden_activation",
-            options=SOFTCAPS,
-            text_types=("gemma2",),
-            defaults=GEMMA2,
-        ),
-        "VaultGemmaForCausalLM": Family(
-            norms=("input_layernorm", None, "pre_feedforward_layernorm", None),
-            norm_offset=1.0,
-            scales_embedding=True,
-            slides="pattern",
-            activation_key="hidden_activation",
-            options=SOFTCAPS,
-            defaults=GEMMA2,
+        "Gemma2ForCausalLM": GEMMA_2,
+        "VaultGemmaForCausalLM": replace(
+            GEMMA_2, norms=("input_layernorm", None, "pre_feedforward_layernorm", None), text_types=()
         ),
         "Gemma3ForCausalLM": Family(
             norms=SANDWICH,
@@ -537,11 +529,8 @@ FAMILIES: Final[Mapping[str, Family]] = MappingProxyType(
             defaults={"rope_theta": 5e6, "head_dim": 128},
             experts=replace(MIXTRAL, scoring="sigmoid", bias="e_score_correction_bias"),
         ),
-        "Ernie4_5_MoeForCausalLM": Family(
-            qkv_bias="use_bias",
-            o_bias="use_bias",
-            mlp_bias="use_bias",
-            is_interleaved=True,
+        "Ernie4_5_MoeForCausalLM": replace(
+            ERNIE,
             defaults={
                 "rms_norm_eps": 1e-5,
                 "rope_theta": 5e5,

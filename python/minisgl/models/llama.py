@@ -132,9 +132,12 @@ class LlamaForCausalLM:
         scales = None
         if c.query_scaling is not None:
             scales = query_scales(*c.query_scaling, c.max_position_embeddings, builder.device)
+        scale = c.embedding_scale
+        if c.family.scales_embedding:  # as Gemma was trained
+            scale = float(torch.tensor(scale, dtype=builder.dtype))
         name = f"model.{c.family.names.get('norm', 'norm')}"
         self.model = LlamaModel(
-            Embedding(builder, "model.embed_tokens", c.vocab_size, c.hidden_size, scale=c.embedding_scale),
+            Embedding(builder, "model.embed_tokens", c.vocab_size, c.hidden_size, scale=scale),
             [DecoderLayer(builder, c, i, table, scales) for i, table in enumerate(rope_tables(builder, c))],
             make_norm(builder, c, name, c.norm_eps, c.logit_scale),
         )

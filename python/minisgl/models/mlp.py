@@ -98,9 +98,10 @@ class SparseMLP:
     def forward(self, stream: Stream, norm: Norm | None) -> Stream:
         """Return what `GatedMLP.forward` does."""
         normed, total = (finished(stream.x),) * 2 if norm is None else norm.sum_add(stream)
-        logits, factor = self._route(normed)
-        out = self._moe(normed, logits, self.gate_up, self.down, self.experts.top_k, factor is not None)
-        if isinstance(factor, torch.Tensor) or factor not in (None, 1.0):
+        e = self.experts
+        logits, normalise, factor = self._route(normed)
+        out = self._moe(normed, logits, self.gate_up, self.down, e.top_k, normalise)
+        if isinstance(factor, torch.Tensor) or factor != 1.0:
             out = (out * factor).to(out.dtype)
         if self.shared is not None:
             shared = finished(self.shared.forward(Stream(normed), None).x)
@@ -109,13 +110,12 @@ class SparseMLP:
             out = out + shared
         return Stream(out, total)
 
-    def _route(self, x: Tensor) -> tuple[Tensor, Tensor | float | None]:
-        """Return logits for `moe`, and a factor of its normalised result [T, 1]; None if it need not normalise."""
+    def _route(self, x: Tensor) -> tuple[Tensor, bool, Tensor | float]:
+        """Return logits for `moe`, whether it shall normalise, and a factor of its result, a number or [T, 1]."""
         e = self.experts
         if self._is_plain:
-            factor = e.scale if e.normalise else None
-            return finished(self.router.forward(x)), factor
+            return finished(self.router.forward(x)), e.normalise, e.scale
         scores = chosen_scores(
             F.linear(x.float(), self._scorer), self._bias.view(-1), e.flags.scoring, e.top_k, e.groups, e.top_groups
         )
-        return scores.log(), e.scale if e.normalise else e.scale * scores.sum(1, keepdim=True)
+        return scores.log(), True, e.scale if e.normalise else e.scale * scores.sum(1, keepdim=True)

@@ -183,6 +183,8 @@ class ModelConfig:
         head_dim = size(config, "head_dim", default=hidden_size // num_heads)
         if head_dim % 2:
             raise ConfigError(f"head_dim {head_dim} is odd, so rotary embeddings cannot halve it")
+        if family.has_partial_rope and "rotary_dim" in config:  # as in MiniMax-M2's checkpoints
+            config.setdefault("partial_rotary_factor", size(config, "rotary_dim") / head_dim)
         max_positions = hf.max_model_len(config)
         num_layers = size(config, "num_hidden_layers", maximum=MAX_LAYERS)
         rope, window_rope = read_ropes(config, head_dim)

@@ -182,7 +182,7 @@ def _rope(config: dict[str, Any], scaling: dict[str, Any], head_dim: int) -> Rop
         raise ConfigError(f"rope type {kind!r} is not supported yet; supported: {', '.join(ROPE_TYPES)}")
     theta = number(scaling if "rope_theta" in scaling else config, "rope_theta")
     fields = scaling if "partial_rotary_factor" in scaling else config
-    dim = int(head_dim * number(fields, "partial_rotary_factor", size(config, "rotary_dim", head_dim) / head_dim))
+    dim = int(head_dim * number(fields, "partial_rotary_factor", 1.0))
     if dim < 2 or dim % 2 or dim > head_dim:
         raise ConfigError(f"partial_rotary_factor lets {dim} of {head_dim} elements of a head rotate")
     rope = _scaled_rope(config, scaling, kind, theta, max_positions, dim)

@@ -74,6 +74,13 @@ def test_absent_fields_mean_what_transformers_assumes(name: str):
         assert ours == ModelConfig.from_hf({**full, "architectures": raw["architectures"]}), key
 
 
+def test_the_number_of_rotated_elements_counts_only_where_heads_rotate_in_part():
+    raw = configurations()["minimax-m2"].to_dict() | {"architectures": ["MiniMaxM2ForCausalLM"], "rotary_dim": 8}
+    raw["rope_parameters"] = {"rope_type": "default", "rope_theta": 3e4}
+    assert ModelConfig.from_hf(raw).rope.dim == 8
+    assert make(rotary_dim=8).rope.dim is None  # transformers does not read it for Llama
+
+
 def refusal(config: dict) -> str:
     try:
         ModelConfig.from_hf(config)
