@@ -8,10 +8,11 @@ from transformers import LlamaConfig
 from transformers.models.gemma3.modeling_gemma3 import Gemma3RMSNorm
 from transformers.models.llama.modeling_llama import LlamaRotaryEmbedding
 
-from contract.checkpoints import COMMON, SCALED_ROPES, YARN_OPTIONS, YARN_ROPE
+from contract.checkpoints import COMMON, SCALED_ROPES, YARN_OPTIONS, YARN_ROPE, architecture, configurations
 from minisgl.layers.builder import Builder, Source
 from minisgl.layers.linear import Embedding, Linear, RMSNorm, Stream
 from minisgl.layers.rotary import cos_sin_table, inverse_frequencies
+from minisgl.models.llama import LlamaForCausalLM
 from minisgl.models.mlp import SparseMLP
 from minisgl.models.model_config import ModelConfig
 from minisgl.ops.table import load_ops
@@ -111,12 +112,17 @@ def test_a_norm_with_an_offset_rounds_once_at_the_end(dtype: torch.dtype):
     torch.testing.assert_close(ours.forward(x), theirs(x), rtol=1e-6 if dtype is torch.float32 else 0, atol=0)
 
 
-def test_embedding_scale_is_rounded_to_the_dtype():
-    b = builder(torch.bfloat16)
-    embedding = Embedding(b, "e", 11, 4, scale=640**0.5)
+@pytest.mark.parametrize(("name", "scale"), [("gemma3", 7.0625), ("granite", 12 / 0.22)])
+def test_only_gemmas_embedding_scale_is_rounded_to_the_dtype(name: str, scale: float):
+    """By transformers for Gemma, as it was trained; a multiplier that takes in that of residuals must stay exact."""
+    config = configurations()[name]
+    config.hidden_size, config.head_dim = 50, 16  # the root of 50 is 7.071
+    whole = config.to_dict() | {"architectures": [architecture(config)]}
+    embedding = LlamaForCausalLM(builder(torch.bfloat16), ModelConfig.from_hf(whole)).model.embed_tokens
+    assert embedding.scale == scale
     torch.nn.init.normal_(embedding.weight)
     ids = torch.tensor([3, 0], dtype=torch.int32)
-    assert torch.equal(embedding.summed(ids), embedding.weight[[3, 0]] * torch.tensor(25.25, dtype=torch.bfloat16))
+    assert torch.equal(embedding.summed(ids), embedding.weight[[3, 0]] * scale)
 
 
 def test_tied_head_multiplies_normed_states_by_the_embedding():
