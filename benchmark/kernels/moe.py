@@ -42,6 +42,7 @@ from minisgl.kernels.triton.moe import (
 from minisgl.kernels.triton.moe_routing import route, route_and_list
 from minisgl.ops import reference
 from minisgl.ops.quantized import E8M0, MXFP4, Format, Quantized
+from minisgl.ops.reference import Experts
 
 OPERATIONS = 742e6  # per us
 SIZES = (1, 2, 4, 8, 16, 32, 64, 128, 256, 1024, 4096, 16384)
@@ -142,9 +143,9 @@ class Inputs(NamedTuple):
 
 def error(shape: Shape, inputs: Inputs, weights: Weights) -> float:
     """Return the relative error of the op against the reference in float32, with the same routing."""
-    got = mix(*inputs, *weights, shape.top_k, True)
+    got = mix(*inputs, Experts(*weights, shape.top_k, True))
     exact = (w if isinstance(w, Quantized) else w.float() for w in weights)
-    return relative(got, reference.moe(inputs.x.float(), inputs.logits, *exact, shape.top_k, True))
+    return relative(got, reference.moe(inputs.x.float(), inputs.logits, Experts(*exact, shape.top_k, True)))
 
 
 def floor_us(shape: Shape, sets: list[Inputs], bytes_per_weight: float) -> tuple[float, float, float]:
@@ -175,8 +176,9 @@ def measure(title: str, shape: Shape, tokens: int, weights: Weights, everything:
     sets = [Inputs.make(shape, tokens) for _ in range(16 if tokens <= 16 else 4 if tokens <= 256 else 1)]
     wrong = error(shape, sets[0], weights)
     floor, moved, operations = floor_us(shape, sets, weights.bytes_per_weight)
+    experts = Experts(*weights, shape.top_k, True)
     limit = 0.06 if isinstance(weights.gate_up, Quantized) else 0.01
-    own = timed([partial(mix, *s, *weights, shape.top_k, True) for s in sets], floor)
+    own = timed([partial(mix, *s, experts) for s in sets], floor)
     print(
         f"{title:16} x{tokens:<6} {own:8.1f} us, floor {floor:7.1f} ({floor / own:4.0%}), "
         f"{moved / 1e6:7.1f} MB {moved / own / 1e3:5.0f} GB/s, {operations / 1e9:8.1f} GFLOP "
@@ -198,11 +200,12 @@ def parts(shape: Shape, sets: list[Inputs], weights: Weights, floor: float) -> I
         up, down = {}, {}
         for tile in map(GemvTile._make, PAIR_UP):
             calls = [
-                partial(pair_gate_up, s.x, e, weights.gate_up, tile) for s, (e, _) in zip(sets, routed, strict=True)
+                partial(pair_gate_up, s.x, e, weights.gate_up, tile=tile)
+                for s, (e, _) in zip(sets, routed, strict=True)
             ]
             up[",".join(map(str, tile))] = timed(calls, floor)
         for tile in map(GemvTile._make, PAIR_DOWN):
-            calls = [partial(pair_down, h, *c, weights.down, tile) for h, c in zip(hidden, routed, strict=True)]
+            calls = [partial(pair_down, h, *c, weights.down, tile=tile) for h, c in zip(hidden, routed, strict=True)]
             down[",".join(map(str, tile))] = timed(calls, floor)
         total = routing + min(up.values()) + min(down.values())
         yield f"pairs  best {total:8.1f} | route {routing:.1f} | up {best(up)} | down {best(down)}"
@@ -215,13 +218,10 @@ def parts(shape: Shape, sets: list[Inputs], weights: Weights, floor: float) -> I
             for tile in map(GemmTile._make, TILES[key]):
                 gemm = partial(grouped_gemm, top_k=top_k, config=MoeConfig(*key, tile, tile))
                 ups = [
-                    partial(gemm, s.x, weights.gate_up, li, is_gated=True)
-                    for s, (_, li) in zip(sets, lists, strict=True)
+                    partial(gemm, s.x, weights.gate_up, li, gate="silu") for s, (_, li) in zip(sets, lists, strict=True)
                 ]
                 hidden = [call() for call in ups]
-                downs = [
-                    partial(gemm, h, weights.down, li, is_gated=False) for h, (_, li) in zip(hidden, lists, strict=True)
-                ]
+                downs = [partial(gemm, h, weights.down, li) for h, (_, li) in zip(hidden, lists, strict=True)]
                 made.append((hidden[0], downs[0]()))
                 up[name(rows, key[1], tile)] = timed(ups, floor)
                 down[name(rows, key[1], tile)] = timed(downs, floor)
@@ -265,8 +265,8 @@ def compile_gemvs(shape: Shape, kind: Format | None, up: GemvTile | None, down: 
     few = shape._replace(experts=shape.top_k)
     weights, inputs = Weights.make(few, kind), Inputs.make(few, 2)
     experts, probabilities = route(inputs.logits, few.top_k, True)
-    hidden = pair_gate_up(inputs.x, experts, weights.gate_up, up)
-    pair_down(hidden, experts, probabilities, weights.down, down)
+    hidden = pair_gate_up(inputs.x, experts, weights.gate_up, tile=up)
+    pair_down(hidden, experts, probabilities, weights.down, tile=down)
 
 
 def compile_gemms(kind: Format | None, top_k: int, config: MoeConfig, is_gated: bool, is_even: bool) -> None:
@@ -274,7 +274,7 @@ def compile_gemms(kind: Format | None, top_k: int, config: MoeConfig, is_gated: 
     n_in = tile.block_k * 2 if is_even else tile.block_k + (64 if kind == MXFP4 else 16)
     _, lists = route_and_list(randn(tokens, 8), top_k, True, config.block_m)
     x, weight = randn(tokens if is_gated else tokens * top_k, n_in), matrices(kind, 8, tile.block_n * 2, n_in)
-    parts_of = grouped_gemm(x, weight, lists, top_k, config, is_gated=is_gated)
+    parts_of = grouped_gemm(x, weight, lists, top_k, config, gate="silu" if is_gated else "")
     combine(parts_of, torch.ones(tokens, top_k, device=GPU))
 
 

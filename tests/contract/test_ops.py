@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import os
+from itertools import product
 
 import pytest
 import torch
 from torch.testing import assert_close
 
 from minisgl.ops import reference
+from minisgl.ops.reference import Experts
 from minisgl.ops.table import OPS, OpTable, load_ops, resolve_ops
 
 INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1"  # see tests/test_interpreter.py
@@ -108,7 +110,7 @@ def test_moe(ops: OpTable, dtype: torch.dtype, rows: int, top_k: int, normalise:
     logits = torch.randn(rows, 5).to(dtype)
     logits[:, 3] = -20
     given = x.clone()
-    out = ops.moe(x, logits, gate_up, down, top_k, normalise)
+    out = ops.moe(x, logits, Experts(gate_up, down, top_k, normalise))
     assert out.dtype == dtype and out.shape == x.shape and torch.equal(given, x)
     want = torch.zeros(rows, 32, dtype=torch.float64)
     for t in range(rows):
@@ -118,7 +120,24 @@ def test_moe(ops: OpTable, dtype: torch.dtype, rows: int, top_k: int, normalise:
             gate, up = (gate_up[e].double() @ x[t].double()).chunk(2)
             want[t] += weight * (down[e].double() @ (torch.nn.functional.silu(gate) * up))
     assert_close(out.double(), want, rtol=RTOL[dtype], atol=RTOL[dtype])
-    assert torch.equal(out, ops.moe(x, logits, gate_up, down, top_k, normalise))
+    assert torch.equal(out, ops.moe(x, logits, Experts(gate_up, down, top_k, normalise)))
+
+
+def test_experts_with_biases_and_clamped_gates(ops: OpTable, dtype: torch.dtype):
+    """Against the formula of gpt-oss in float64, with gates and ups beyond the limits."""
+    shapes = (7, 32), (5, 48, 32), (5, 32, 24), (5, 48), (5, 32)
+    x, gate_up, down, up_bias, bias = ((torch.randn(*s) / 5).to(dtype) for s in shapes)
+    up_bias, logits = up_bias * 40, torch.randn(7, 5)
+    out = ops.moe(x, logits, Experts(gate_up, down, 2, True, up_bias, bias, "clamped"))
+    values, chosen = logits.double().topk(2)
+    want = torch.zeros(7, 32, dtype=torch.float64)
+    for t, i in product(range(7), range(2)):
+        e = int(chosen[t, i])
+        gate, up = (gate_up[e].double() @ x[t].double() + up_bias[e].double()).chunk(2)
+        gate, up = gate.clamp(max=7), up.clamp(-7, 7) + 1
+        hidden = gate / (1 + (-1.702 * gate).exp()) * up
+        want[t] += values[t].softmax(0)[i] * (down[e].double() @ hidden + bias[e].double())
+    assert_close(out.double(), want, rtol=RTOL[dtype], atol=RTOL[dtype] * 32)
 
 
 def test_moe_chooses_the_lowest_of_equals(ops: OpTable):
@@ -130,7 +149,7 @@ def test_moe_chooses_the_lowest_of_equals(ops: OpTable):
     x = torch.eye(4)[:1].repeat(5, 1)
     logits = torch.zeros(5, 6)
     logits[1, 4], logits[2, [0, 3]], logits[3, 5], logits[4, [1, 2]] = 1.0, -1.0, -0.0, float("-inf")
-    out = ops.moe(x, logits, gate_up, down, 2, True)
+    out = ops.moe(x, logits, Experts(gate_up, down, 2, True))
     p = torch.tensor([1.0, 0.0]).softmax(0).tolist()
     assert_close(out[:, 0], torch.tensor([1.5, 5 * p[0] + 1 * p[1], 2.5, 1.5, 2.5]), rtol=1e-5, atol=1e-5)
 
@@ -140,14 +159,14 @@ def test_moe_of_logits_that_are_no_numbers_is_none(ops: OpTable):
     x, gate_up, down = torch.ones(4, 4), torch.ones(3, 6, 4), torch.ones(3, 4, 3)
     logits = torch.zeros(4, 3)
     logits[0], logits[1, 1], logits[2] = float("nan"), float("inf"), float("-inf")
-    out = ops.moe(x, logits, gate_up, down, 2, True)
+    out = ops.moe(x, logits, Experts(gate_up, down, 2, True))
     assert bool(out[:3].isnan().all()) and bool(out[3].isfinite().all())
 
 
 def test_moe_does_not_let_overflow_in_one_expert_reach_other_tokens(ops: OpTable):
     x, gate_up, down = torch.ones(2, 4), torch.ones(2, 6, 4), torch.ones(2, 4, 3)
     down[1] = float("inf")
-    out = ops.moe(x, torch.tensor([[9.0, 0.0], [0.0, 9.0]]), gate_up, down, 1, True)
+    out = ops.moe(x, torch.tensor([[9.0, 0.0], [0.0, 9.0]]), Experts(gate_up, down, 1, True))
     assert bool(out[0].isfinite().all()) and not bool(out[1].isfinite().any())
 
 

@@ -13,6 +13,7 @@ if torch.cuda.is_available():
     from minisgl.kernels.triton import moe as kernels
     from minisgl.kernels.triton.moe import CONFIGS, MoeConfig
     from minisgl.kernels.triton.moe_routing import route, route_and_list
+    from minisgl.ops.reference import Experts
 
     OPS = load_ops("triton")
 
@@ -65,9 +66,9 @@ def test_moe_matches_reference(shape: str, dtype: torch.dtype):
     for tokens in TOKENS if dtype is torch.bfloat16 else (1, 5, 40, 700):
         (x, logits), weights, top_k = make(tokens, shape, dtype)
         for normalise in (True, False):
-            want = reference.moe(x.double(), logits, *(w.double() for w in weights), top_k, normalise)
+            want = reference.moe(x.double(), logits, Experts(*(w.double() for w in weights), top_k, normalise))
             poison(x)
-            near(OPS.moe(x, logits, *weights, top_k, normalise), want)
+            near(OPS.moe(x, logits, Experts(*weights, top_k, normalise)), want)
 
 
 @pytest.mark.parametrize("shape", ["qwen3-30b-a3b", "tails"])
@@ -78,14 +79,14 @@ def test_every_configuration_with_even_and_skewed_routing(shape: str, monkeypatc
         (x, logits), weights, top_k = make(tokens, shape, torch.bfloat16)
         skewed = torch.zeros_like(logits).index_fill_(1, torch.arange(top_k, device="cuda") * 3, 4.0)
         for router_logits in (logits, skewed):
-            want = reference.moe(x.double(), router_logits, *(w.double() for w in weights), top_k, True)
+            want = reference.moe(x.double(), router_logits, Experts(*(w.double() for w in weights), top_k, True))
             for _, config in CONFIGS:
 
                 def fixed(*args: object, config: MoeConfig = config) -> MoeConfig:
                     return config
 
                 monkeypatch.setattr(kernels, "moe_config", fixed)
-                near(OPS.moe(x, router_logits, *weights, top_k, True), want)
+                near(OPS.moe(x, router_logits, Experts(*weights, top_k, True)), want)
 
 
 @pytest.mark.parametrize("experts", [8, 60, 128, 256])
@@ -113,8 +114,8 @@ def test_captured_moe_reads_new_inputs(tokens: int):
     (x, logits), weights, top_k = make(tokens, "qwen3-30b-a3b/4", torch.bfloat16)
 
     def step() -> torch.Tensor:
-        first = OPS.moe(x, logits, *weights, top_k, True)
-        return OPS.moe(first, logits.flip(0), *weights, top_k, False)
+        first = OPS.moe(x, logits, Experts(*weights, top_k, True))
+        return OPS.moe(first, logits.flip(0), Experts(*weights, top_k, False))
 
     step()
     graph = torch.cuda.CUDAGraph()
@@ -132,10 +133,10 @@ def test_captured_moe_reads_new_inputs(tokens: int):
 @pytest.mark.parametrize("tokens", [2, 8, 64, 300, 3000])
 def test_row_does_not_depend_on_batch(tokens: int):
     (x, logits), weights, top_k = make(tokens, "qwen3-30b-a3b", torch.bfloat16)
-    before = OPS.moe(x, logits, *weights, top_k, True)[tokens // 2].clone()
+    before = OPS.moe(x, logits, Experts(*weights, top_k, True))[tokens // 2].clone()
     row, row_logits = x[tokens // 2].clone(), logits[tokens // 2].clone()
     for index in (0, tokens - 1):
         x.normal_()
         logits.normal_()
         x[index], logits[index] = row, row_logits
-        assert torch.equal(OPS.moe(x, logits, *weights, top_k, True)[index], before)
+        assert torch.equal(OPS.moe(x, logits, Experts(*weights, top_k, True))[index], before)

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import pytest
 import torch
 from torch.testing import assert_close
@@ -24,6 +26,7 @@ from minisgl.kernels.triton.moe import (
 from minisgl.kernels.triton.moe_routing import Lists, route, route_and_list
 from minisgl.ops import reference
 from minisgl.ops.quantized import E8M0, MXFP4, Format, Quantized
+from minisgl.ops.reference import Experts
 
 HALF = torch.float16  # the interpreter computes bfloat16 GEMMs wrong
 
@@ -106,11 +109,11 @@ def test_grouped_gemm(rows: int, swap: bool, tile: GemmTile):
     order = lists.order.long()
     sorted_experts = experts.flatten()[order].long()
     config = MoeConfig(rows, swap, tile, tile)
-    got = grouped_gemm(x, gate_up, lists, top_k, config, is_gated=True)
+    got = grouped_gemm(x, gate_up, lists, top_k, config, gate="silu")
     want = torch.einsum("pnk,pk->pn", gate_up[sorted_experts].double(), x[order // top_k].double())
     want = reference.gate_and_mul(want, "silu")
     assert_close(got.double(), want, rtol=2e-3, atol=2e-3)
-    parts = grouped_gemm(got, down, lists, top_k, config, is_gated=False)
+    parts = grouped_gemm(got, down, lists, top_k, config)
     want = torch.empty(tokens * top_k, 24, dtype=torch.float64)
     want[order] = torch.einsum("pnk,pk->pn", down[sorted_experts].double(), got.double())
     assert_close(parts.double(), want, rtol=2e-3, atol=2e-3)
@@ -125,8 +128,18 @@ def test_gemv_for_each_pair(tile: GemvTile | None):
     x, gate_up, down = torch.randn(tokens, hidden), torch.randn(5, 2 * size, hidden), torch.randn(5, hidden, size)
     logits = torch.randn(tokens, 5)
     experts, weights = route(logits, top_k, False)
-    got = pair_down(pair_gate_up(x, experts, gate_up, tile), experts, weights, down, tile)
-    assert_close(got, reference.moe(x, logits, gate_up, down, top_k, False), rtol=1e-4, atol=1e-3)
+    got = pair_down(pair_gate_up(x, experts, gate_up, tile=tile), experts, weights, down, tile=tile)
+    assert_close(got, reference.moe(x, logits, Experts(gate_up, down, top_k, False)), rtol=1e-4, atol=1e-3)
+
+
+def options(count: int, rows: int, hidden: int) -> list[dict[str, Any]]:
+    """No options, and biases with gates that often reach the limits."""
+    biases = {"gate_up_bias": torch.randn(count, rows) * 6, "down_bias": torch.randn(count, hidden)}
+    return [{}, {name: b.to(HALF) for name, b in biases.items()} | {"gate": "clamped"}]
+
+
+def widened(options: dict[str, Any]) -> dict[str, Any]:
+    return {name: value.double() if isinstance(value, torch.Tensor) else value for name, value in options.items()}
 
 
 def experts_of(kind: Format, count: int, rows: int, columns: int) -> Quantized:
@@ -161,10 +174,11 @@ def test_quantized_experts(kind: Format, tokens: int, limit: float):
     hidden, size = SIZES[kind]
     gate_up, down = experts_of(kind, 8, 2 * size, hidden), experts_of(kind, 8, hidden, size)
     x, logits = torch.randn(tokens, hidden).to(HALF), torch.randn(tokens, 8)
-    got = mix(x, logits, gate_up, down, 2, True).double()
-    dense = (torch.stack([w[e].dense(torch.float64) for e in range(8)]) for w in (gate_up, down))
-    want = reference.moe(x.double(), logits, *dense, 2, True)
-    assert float((got - want).norm() / want.norm()) < limit
+    dense = [torch.stack([w[e].dense(torch.float64) for e in range(8)]) for w in (gate_up, down)]
+    for given in options(8, 2 * size, hidden):
+        got = mix(x, logits, Experts(gate_up, down, 2, True, **given)).double()
+        want = reference.moe(x.double(), logits, Experts(*dense, 2, True, **widened(given)))
+        assert float((got - want).norm() / want.norm()) < limit
 
 
 @pytest.mark.parametrize("kind", [Format(4, 128), Format(4, 64, has_zeros=True), MXFP4], ids=str)
@@ -185,10 +199,11 @@ def test_experts_of_which_one_matrix_has_16_bits(kind: Format, tokens: int):
     torch.manual_seed(0)
     gate_up, down = experts_of(kind, 8, 48, 128), (torch.randn(8, 128, 24) / 5).to(HALF)
     x, logits = torch.randn(tokens, 128).to(HALF), torch.randn(tokens, 8)
-    got = mix(x, logits, gate_up, down, 2, True).double()
     dense = torch.stack([gate_up[e].dense(torch.float64) for e in range(8)])
-    want = reference.moe(x.double(), logits, dense, down.double(), 2, True)
-    assert float((got - want).norm() / want.norm()) < 0.05
+    for given in options(8, 48, 128):
+        got = mix(x, logits, Experts(gate_up, down, 2, True, **given)).double()
+        want = reference.moe(x.double(), logits, Experts(dense, down.double(), 2, True, **widened(given)))
+        assert float((got - want).norm() / want.norm()) < 0.05
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, HALF])
@@ -201,7 +216,7 @@ def test_a_row_does_not_depend_on_its_batch(dtype: torch.dtype, monkeypatch: pyt
         for at in (0, tokens - 1):
             x, logits = torch.randn(tokens, 24).to(dtype), torch.randn(tokens, 6)
             x[at], logits[at] = row, row_logits
-            outs.append(mix(x, logits, gate_up, down, 2, True)[at])
+            outs.append(mix(x, logits, Experts(gate_up, down, 2, True))[at])
         assert torch.equal(*outs)
 
 

@@ -122,7 +122,7 @@ def _modelopt(settings: Mapping[str, Any]) -> Quantization:
 
 
 def _mxfp4(settings: Mapping[str, Any]) -> Quantization:
-    return Quantization("stacked mxfp4", bits=4)
+    return Quantization("blocked mxfp4", bits=4)
 
 
 METHODS: Final[Mapping[str, Callable[[Mapping[str, Any]], Quantization | None]]] = {

@@ -157,8 +157,9 @@ def _model(args: ServerArgs) -> Facts:
         }
         if experts := m.experts:
             del work["gate and up"], work["down"]
-            size, count = experts.intermediate_size // ranks, experts.count
-            work["experts"] = Mixture(1, experts.top_k, count, m.hidden_size, size, (kind, kind), dtype)
+            size, flags = experts.intermediate_size // ranks, experts.flags
+            sizes = experts.top_k, experts.count, m.hidden_size, size
+            work["experts"] = Mixture(1, *sizes, (kind, kind), dtype, flags.gate, flags.has_bias)
         yield from explain(work)
     needs = Footprint.of(checkpoint, config, device, item)
     free = create_device(config.device, config.threads, 0, config.tp // config.nnodes).free_memory()

@@ -5,6 +5,8 @@ from __future__ import annotations
 from functools import partial
 from typing import TYPE_CHECKING
 
+import torch
+
 from minisgl.layers.linear import HeadsNorm, Linear, RMSNorm, Stream
 from minisgl.layers.rotary import head_order
 from minisgl.ops.deferred import Result, finished
@@ -57,9 +59,11 @@ class Attention:
             order = None if is_ordered else head
             norm = partial(RMSNorm, builder, size=c.head_dim, eps=eps, offset=family.norm_offset, order=order)
             q_norm, k_norm = (norm(module).weight for module in norms)
+        heads = builder.shard(c.num_heads, "attention heads")
+        sinks = builder.parameter({f"{name}.sinks": heads}, dtype=torch.float32) if family.has_sinks else None
         mixer = c.mixer(index, builder.info)
         self.kv, self.mixer = builder.state(*mixer.states), builder.mixer(mixer)
-        self.heads = HeadTransform(q_norm, k_norm, c.rms_norm_eps, cos_sin, q_scale)
+        self.heads = HeadTransform(q_norm, k_norm, c.rms_norm_eps, cos_sin, q_scale, sinks)
 
     def forward(self, stream: Stream, norm: Norm | None, ctx: Context) -> Stream:
         """Return the stream [T, H] with this rank's part of the block's output, for the normalised `stream`.

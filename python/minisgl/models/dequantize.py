@@ -5,6 +5,7 @@ Any part of a matrix can be read in float32: shards need not begin where groups 
 
 from __future__ import annotations
 
+import re
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
@@ -19,6 +20,7 @@ from torch import Tensor
 from minisgl.checkpoint.quantization import Quantization
 from minisgl.core.errors import ConfigError
 from minisgl.core.rounding import ceil_div
+from minisgl.models.families import ExpertFlags
 from minisgl.ops.quantized import BLOCK, E2M1, E8M0, MXFP4, Format
 
 
@@ -33,7 +35,7 @@ class Stored:
 
     def whole(self) -> Tensor:
         """Read the whole tensor."""
-        tensor: Tensor = self.data[:] if self.shape else self.data[...]
+        tensor: Tensor = self.data[tuple(slice(0, n) for n in self.shape) or ...]
         return tensor
 
 
@@ -376,35 +378,78 @@ def _compressed_mxfp4(parts: _Parts, quantization: Quantization) -> Matrices:
     return {parts.module: (_mxfp4(words.data, scales.data, columns), (rows, columns))}
 
 
+def _blocked_mxfp4(parts: _Parts, quantization: Quantization) -> Matrices:
+    """gpt-oss: blocks [N, K / 32, 16] and scales [N, K / 32] of each expert."""
+    blocks, scales = parts.need("blocks"), parts.scale("scales")
+    rows, groups = scales.shape if len(scales.shape) == 2 else (0, 0)
+    parts.require(scales, "scales", (rows, groups))
+    parts.require(blocks, "blocks", (rows, groups, 16))
+    return {parts.module: (_mxfp4(_Flat(blocks.data), scales.data, groups * 32), (rows, groups * 32))}
+
+
 @dataclass(frozen=True, slots=True)
-class _ExpertRows:
-    """Rows `first`, `first + step`, ... of one expert of `data` [E, R, ...], as a matrix."""
+class _Flat:
+    """Rows of `data` [N, G, B] as [N, G B]."""
+
+    data: Any
+
+    def __getitem__(self, slices: tuple[slice, slice]) -> Tensor:
+        rows, columns = slices
+        part: Tensor = self.data[rows, :, :]
+        return part.flatten(1)[:, columns]
+
+
+# -- Experts in one tensor
+
+
+@dataclass(frozen=True, slots=True)
+class _OfExpert:
+    """Rows `first`, `first + step`, ... of one expert of `data` [E, R, ...], or [E, C, R] if it `is_transposed`."""
 
     data: Any
     expert: int
     first: int
     step: int
+    is_transposed: bool
 
-    def __getitem__(self, slices: tuple[slice, slice]) -> Tensor:
-        rows, columns = slices
-        whole: Tensor = self.data[self.expert, rows.start * self.step : rows.stop * self.step]
-        return whole.flatten(1)[self.first :: self.step, columns].contiguous()
+    def __getitem__(self, slices: tuple[slice, ...]) -> Tensor:
+        rows, *columns = slices
+        taken = slice(self.first + rows.start * self.step, self.first + (rows.stop - 1) * self.step + 1)
+        part: Tensor
+        if self.is_transposed:
+            part = self.data[self.expert, *columns, taken].t()
+        else:
+            part = self.data[self.expert, taken, *columns]
+        return part[:: self.step].contiguous()
 
 
-def _stacked_mxfp4(parts: _Parts, quantization: Quantization) -> Matrices:
-    """gpt-oss: blocks [E, R, K / 32, 16] and scales [E, R, K / 32] of all experts; rows of gate and up alternate."""
-    blocks, scales = parts.need("blocks"), parts.scale("scales")
-    count, rows, groups = scales.shape if len(scales.shape) == 3 else (0, 0, 0)
-    parts.require(scales, "scales", (count, rows, groups))
-    parts.require(blocks, "blocks", (count, rows, groups, 16))
-    experts, _, last = parts.module.rpartition(".")
-    gate, up, down = ("w1", "w3", "w2") if "block_sparse_moe" in experts else ("gate_proj", "up_proj", "down_proj")
-    names = (gate, up) if last == "gate_up_proj" else (down,)
-    found: Matrices = {}
-    for e, (first, name) in product(range(count), enumerate(names)):
-        words, exponents = (_ExpertRows(part.data, e, first, len(names)) for part in (blocks, scales))
-        matrix = _mxfp4(words, exponents, groups * 32)
-        found[f"{experts}.{e}.{name}"] = matrix, (rows // len(names), groups * 32)
+PACKED_SUFFIXES: Final = {"": "weight", ".weight": "weight", "_bias": "bias", "_blocks": "blocks", "_scales": "scales"}
+
+
+def unpacked(stored: dict[str, Stored], flags: ExpertFlags) -> dict[str, Stored]:
+    """Replace the tensors that have all experts of a layer (`flags.packed`) by those of each expert's projections."""
+    packed = flags.packed
+    if packed is None:
+        return stored
+    found: dict[str, Stored] = {}
+    gate, up, down = flags.parts
+    suffixes = "|".join(map(re.escape, PACKED_SUFFIXES))
+    names = re.compile(rf"(.*\.{flags.module}\.)({packed.gate_up}|{packed.down})({suffixes})")
+    for name, tensor in stored.items():
+        match = names.fullmatch(name)
+        if match is None or len(tensor.shape) < 2:
+            found[name] = tensor
+            continue
+        block, which, suffix = match.groups()
+        parts = (down,) if which == packed.down else (gate, up)
+        is_transposed = packed.is_transposed and suffix in ("", ".weight") and len(tensor.shape) == 3
+        count, rows, *columns = tensor.shape[:1] + tensor.shape[:0:-1] if is_transposed else tensor.shape
+        rows //= len(parts)
+        step = len(parts) if packed.is_interleaved else 1
+        for expert, (i, part) in product(range(count), enumerate(parts)):
+            data = _OfExpert(tensor.data, expert, i if packed.is_interleaved else i * rows, step, is_transposed)
+            full = f"{block}experts.{expert}.{part}.{PACKED_SUFFIXES[suffix]}"
+            found[full] = Stored(tensor.path, data, (rows, *columns), tensor.dtype)
     return found
 
 
@@ -417,5 +462,5 @@ LAYOUTS: Final[Mapping[str, tuple[str, _Read]]] = {
     "awq": (".qweight", _awq),
     "gptq": (".qweight", _gptq),
     "packed mxfp4": (".weight_packed", _compressed_mxfp4),
-    "stacked mxfp4": ("_blocks", _stacked_mxfp4),
+    "blocked mxfp4": (".blocks", _blocked_mxfp4),
 }

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 from types import MappingProxyType
-from typing import Any, Final
+from typing import Any, Final, NamedTuple
 
 WINDOW: Final = {"sliding_window": 4096}
 SIZES: Final = (
@@ -19,11 +19,26 @@ SIZES: Final = (
 )
 
 
+class Packed(NamedTuple):
+    """The two tensors in the block of experts that have the projections of all of them, [E, 2I, H] and [E, H, I].
+
+    gate_up, down    their names
+    is_transposed    they are [E, H, 2I] and [E, I, H]; blocks of MXFP4 are not
+    is_interleaved   the rows of gate and up alternate; else gate is above up
+    """
+
+    gate_up: str = "experts.gate_up_proj"
+    down: str = "experts.down_proj"
+    is_transposed: bool = False
+    is_interleaved: bool = False
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ExpertFlags:
     """The mixture of experts of an architecture: names in its checkpoints and configuration, and how tokens choose.
 
     module        the block of experts in a layer
+    router        the projection in the block that gives the experts' logits, with a bias if it `has_bias`
     parts         an expert's gate, up and down projections
     count_keys    fields of config.json for the number of experts
     top_k_key     the field for the number of experts of a token
@@ -38,9 +53,13 @@ class ExpertFlags:
     shared        an MLP in the block for all tokens, beside the experts; "" for none
     shared_keys   the fields whose product is its intermediate size
     shared_gate   the projection in the block whose sigmoid multiplies its output; "" for none
+    gate          how an expert joins gate and up (`ops/reference.py: gate_and_mul`)
+    has_bias      whether router and experts have biases
+    packed        how a checkpoint stacks all experts of a layer; None if each has its own tensors
     """
 
     module: str = "mlp"
+    router: str = "gate"
     parts: tuple[str, str, str] = ("gate_proj", "up_proj", "down_proj")
     count_keys: tuple[str, ...] = ("num_local_experts", "num_experts")
     top_k_key: str = "num_experts_per_tok"
@@ -55,6 +74,9 @@ class ExpertFlags:
     shared: str = ""
     shared_keys: tuple[str, ...] = ()
     shared_gate: str = ""
+    gate: str = "silu"
+    has_bias: bool = False
+    packed: Packed | None = None
 
 
 MIXTRAL: Final = ExpertFlags(
@@ -114,9 +136,11 @@ class Family:
     scales_queries       q is multiplied by a number that grows with its position (`layers/rotary.py: query_scales`)
     without_rope         which layers have no RoPE (`models/positions.py: WITHOUT_ROPE`)
     slides               which layers may have a window (`models/positions.py: SLIDES`); None: no layer
+    has_sinks            attention has a learned sink for each head
     has_window_switch    these layers have a window only if `use_sliding_window` is true
     activation_key       the field of config.json for the MLP's activation
     refuses              fields of config.json that are supported only if they are null, false or absent
+    requires             fields of config.json -> the only value that is supported
     text_types           the `model_type`s of multimodal models' text parts that are such a decoder
     text_defaults        transformers' defaults for fields that such a part may lack, besides `defaults`
     defaults             transformers' defaults for fields that config.json may lack
@@ -147,8 +171,10 @@ class Family:
     experts: ExpertFlags | None = None
     slides: str | None = None
     has_window_switch: bool = False
+    has_sinks: bool = False
     activation_key: str = "hidden_act"
     refuses: tuple[str, ...] = ()
+    requires: Mapping[str, float] = field(default_factory=dict)
     text_types: tuple[str, ...] = ()
     text_defaults: Mapping[str, Any] = field(default_factory=dict)
     defaults: Mapping[str, Any] = field(default_factory=dict)
@@ -440,6 +466,35 @@ FAMILIES: Final[Mapping[str, Family]] = MappingProxyType(
             experts=MIXTRAL,
             slides="all",
             defaults={"rms_norm_eps": 1e-5, "rope_theta": 1e6},
+        ),
+        "GptOssForCausalLM": Family(
+            has_sinks=True,
+            slides="pattern",
+            defaults={
+                "rms_norm_eps": 1e-5,
+                "rope_theta": 150000.0,
+                "head_dim": 64,
+                "attention_bias": True,
+                "sliding_window": 128,
+                "sliding_window_pattern": 2,
+                "rope_scaling": {
+                    "rope_type": "yarn",
+                    "factor": 32.0,
+                    "beta_fast": 32.0,
+                    "beta_slow": 1.0,
+                    "truncate": False,
+                    "original_max_position_embeddings": 4096,
+                },
+            },
+            requires={"swiglu_limit": 7.0, "swiglu_alpha": 1.702},
+            experts=ExpertFlags(
+                router="router",
+                size_key="intermediate_size",
+                normalises=True,
+                gate="clamped",
+                has_bias=True,
+                packed=Packed(is_transposed=True, is_interleaved=True),
+            ),
         ),
         "Qwen2MoeForCausalLM": Family(
             qkv_bias="qkv_bias",

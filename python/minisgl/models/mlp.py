@@ -9,7 +9,7 @@ from torch.nn import functional as F
 
 from minisgl.layers.linear import Linear, Stream
 from minisgl.ops.deferred import finished
-from minisgl.ops.reference import ACTIVATIONS, chosen_scores
+from minisgl.ops.reference import ACTIVATIONS, Experts, chosen_scores
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -71,15 +71,15 @@ class SparseMLP:
     def __init__(self, builder: Builder, config: ModelConfig, index: int) -> None:
         assert config.experts is not None, "the model has no experts"
         self.experts, hidden_size = config.experts, config.hidden_size
-        count, flags = self.experts.count, self.experts.flags
+        e, count, flags = self.experts, self.experts.count, self.experts.flags
         name = f"model.layers.{index}.{flags.module}"
         gate, up, down = flags.parts
         experts = [f"{name}.experts.{e}" for e in range(count)]
         self._is_plain = flags.scoring == "softmax" and not flags.bias
         if self._is_plain:
-            self.router = Linear(builder, {f"{name}.gate": count}, hidden_size, bias=False)
+            self.router = Linear(builder, {f"{name}.{flags.router}": count}, hidden_size, bias=flags.has_bias)
         else:
-            self._scorer = builder.parameter({f"{name}.gate.weight": count}, hidden_size, dtype=torch.float32)
+            self._scorer = builder.parameter({f"{name}.{flags.router}.weight": count}, hidden_size, dtype=torch.float32)
             shape = (count,) if flags.bias_rows is None else (flags.bias_rows, count)
             self._bias = builder.parameter({f"{name}.{flags.bias}": shape[0]}, *shape[1:], dtype=torch.float32)
         self.shared, self._shared_gate = None, None
@@ -89,18 +89,30 @@ class SparseMLP:
             if flags.shared_gate:
                 self._shared_gate = Linear(builder, {f"{name}.{flags.shared_gate}": 1}, hidden_size, bias=False)
         shard = builder.shard(self.experts.intermediate_size, "intermediate features of an expert")
-        gate_up_parts = {f"{e}.{part}.weight": shard for e in experts for part in (gate, up)}
-        down_parts = {f"{e}.{down}.weight": hidden_size for e in experts}
-        self.gate_up = builder.experts(gate_up_parts, hidden_size, count)
-        self.down = builder.experts(down_parts, shard, count)
+        up_names = [f"{expert}.{part}" for expert in experts for part in (gate, up)]
+        down_names = [f"{expert}.{down}" for expert in experts]
+        up_bias = down_bias = None
+        if flags.has_bias:
+            up_bias = builder.parameter({f"{n}.bias": shard for n in up_names}).view(count, -1)
+            down_bias = builder.parameter({f"{n}.bias": hidden_size for n in down_names}).view(count, -1)
+            if builder.info.rank != 0:  # as in `Linear`, the others add it to no partial sum
+                down_bias = None
+        self.weights = Experts(
+            builder.experts({f"{n}.weight": shard for n in up_names}, hidden_size, count),
+            builder.experts({f"{n}.weight": hidden_size for n in down_names}, shard, count),
+            e.top_k,
+            e.normalise or not self._is_plain,  # scores are given as logits of a softmax
+            up_bias,
+            down_bias,
+            flags.gate,
+        )
         self._moe = builder.ops.moe
 
     def forward(self, stream: Stream, norm: Norm | None) -> Stream:
         """Return what `GatedMLP.forward` does."""
         normed, total = (finished(stream.x),) * 2 if norm is None else norm.sum_add(stream)
-        e = self.experts
-        logits, normalise, factor = self._route(normed)
-        out = self._moe(normed, logits, self.gate_up, self.down, e.top_k, normalise)
+        logits, factor = self._route(normed)
+        out = self._moe(normed, logits, self.weights)
         if isinstance(factor, torch.Tensor) or factor != 1.0:
             out = (out * factor).to(out.dtype)
         if self.shared is not None:
@@ -110,12 +122,12 @@ class SparseMLP:
             out = out + shared
         return Stream(out, total)
 
-    def _route(self, x: Tensor) -> tuple[Tensor, bool, Tensor | float]:
-        """Return logits for `moe`, whether it shall normalise, and a factor of its result, a number or [T, 1]."""
+    def _route(self, x: Tensor) -> tuple[Tensor, Tensor | float]:
+        """Return logits for `moe`, and a factor of its result, a number or [T, 1]."""
         e = self.experts
         if self._is_plain:
-            return finished(self.router.forward(x)), e.normalise, e.scale
+            return finished(self.router.forward(x)), e.scale
         scores = chosen_scores(
             F.linear(x.float(), self._scorer), self._bias.view(-1), e.flags.scoring, e.top_k, e.groups, e.top_groups
         )
-        return scores.log(), True, e.scale if e.normalise else e.scale * scores.sum(1, keepdim=True)
+        return scores.log(), e.scale if e.normalise else e.scale * scores.sum(1, keepdim=True)

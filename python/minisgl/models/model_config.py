@@ -120,6 +120,7 @@ class ModelConfig:
             scale=self.head_dim**-0.5 if self.attention_scale is None else self.attention_scale,
             window=self.windows[layer],
             softcap=self.softcap,
+            has_sinks=self.family.has_sinks,
             group=FULL if self.window is None or self.windows[layer] is None else WINDOW,
         )
 
@@ -269,6 +270,9 @@ def _refuse_unsupported(config: dict[str, Any], family: Family) -> None:
     for field in family.refuses:
         if config.get(field):
             raise ConfigError(f"{field}={config[field]!r:.60} is not supported")
+    for field, only in family.requires.items():
+        if config.get(field, only) != only:
+            raise ConfigError(f"{field}={config[field]!r:.60} is not supported; only {only} is")
     if config.get("use_bidirectional_attention") or config.get("is_causal") is False:
         raise ConfigError("bidirectional attention is not supported; only causal attention is")
     scaling = config.get("rope_parameters") or config.get("rope_scaling")

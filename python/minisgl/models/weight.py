@@ -30,13 +30,14 @@ from minisgl.core.errors import ConfigError
 from minisgl.distributed.communicator import Communicator, SoloCommunicator
 from minisgl.distributed.info import ALONE
 from minisgl.layers.builder import Builder, Init, Parameter, Source
-from minisgl.models.dequantize import LAYOUTS, Matrix, Stored, dequantized
+from minisgl.models.dequantize import LAYOUTS, Matrix, Stored, dequantized, unpacked
 from minisgl.models.llama import LlamaForCausalLM
-from minisgl.ops.quantized import INT8, Format, Quantized, Rounding, rounded
+from minisgl.ops.quantized import INT8, MXFP4, Format, Quantized, Rounding, rounded
 
 if TYPE_CHECKING:
     from minisgl.checkpoint.quantization import Quantization
     from minisgl.device.device import Device, Uploader
+    from minisgl.models.families import ExpertFlags
     from minisgl.models.model_config import ModelConfig
     from minisgl.ops.table import OpTable
 
@@ -79,6 +80,7 @@ NEXT_TOKENS: Final = re.compile(r"(model\.layers\.\d+\.)eh_proj\.")  # a layer t
 
 # The projections of a decoder's layers. Routers of experts are not quantized: small errors would change their choices.
 PROJECTION: Final = re.compile(r"\.layers\.\d+\.(.*\.)?(\w+_proj|w[123]|dense|fc[12]|c_fc)\.weight$")
+EXPERT: Final = re.compile(r"\.experts\.\d+\.\w+\.weight$")
 # The format of an untied head with any `--quantization`, as on a CPU: the head is the largest matrix.
 HEAD_FORMAT: Final = Format(8, 0, is_integer=True)
 
@@ -112,12 +114,15 @@ def load_model(
         return target_format if PROJECTION.search(name) else None
 
     if dummy:
-        model = build(target_of)
+        is_mxfp4 = config.quantization is not None and config.quantization.layout == "blocked mxfp4"
+        kept = MXFP4 if is_mxfp4 and supports_format(MXFP4) else None
+        model = build(lambda name: kept if kept and EXPERT.search(name) else target_of(name))
         _check_target_format(model.parameters, target_format)
         fill_dummy(model.parameters, ops.rounded)
         return model
     with ExitStack() as stack:
-        stored = open_checkpoint(hf.weight_files(folder), stack, config.quantization)
+        flags = None if config.experts is None else config.experts.flags
+        stored = open_checkpoint(hf.weight_files(folder), stack, config.quantization, flags)
         if config.is_text_part:
             stored = text_part(stored, logs=comm.info.rank == 0)
 
@@ -151,8 +156,13 @@ def _check_target_format(parameters: tuple[Parameter, ...], target: Format | Non
         _log.warning("%d matrices %s: %s", len(plain), reason, _listed([*plain]))
 
 
-def open_checkpoint(files: list[Path], stack: ExitStack, quantization: Quantization | None = None) -> dict[str, Stored]:
-    """Map all files until `stack` is closed; return their tensors in file order, dequantized and with full names."""
+def open_checkpoint(
+    files: list[Path], stack: ExitStack, quantization: Quantization | None = None, flags: ExpertFlags | None = None
+) -> dict[str, Stored]:
+    """Map all files until `stack` is closed; return their tensors in file order, dequantized and with full names.
+
+    With `flags`, each expert has its own tensors.
+    """
     stored: dict[str, Stored] = {}
     for name, tensor in open_all(files, stack).items():
         full = ".".join(part for part in name.split(".") if not WRAPPER.fullmatch(part))
@@ -160,6 +170,7 @@ def open_checkpoint(files: list[Path], stack: ExitStack, quantization: Quantizat
         if full in stored:
             raise ConfigError(f"tensor {full} is in {tensor.path.parent} under two names, one of which is {name}")
         stored[full] = tensor
+    stored = stored if flags is None else unpacked(stored, flags)
     return stored if quantization is None else dequantized(stored, quantization)
 
 

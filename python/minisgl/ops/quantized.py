@@ -280,10 +280,20 @@ def round_int4(weight: Tensor, group: int, dtype: torch.dtype) -> tuple[Tensor, 
     return q, best.squeeze(2).to(dtype)
 
 
+def round_mxfp4(weight: Tensor, group: int, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
+    """Round [N, K] -> (indices of `E2M1` [N, K] uint8, scales [N, K / group]); a group's largest number is 3 to 6."""
+    w = weight.float().view(len(weight), -1, group)
+    scale = torch.exp2(torch.log2(positive(w.abs().amax(2, keepdim=True)) / E2M1[7]).ceil())
+    middles = ((E2M1[:7] + E2M1[1:8]) / 2).to(w.device)
+    q = torch.bucketize(w.abs() / scale, middles) + 8 * (w < 0)
+    return q.to(torch.uint8).flatten(1), scale.squeeze(2).to(dtype)
+
+
 ROUND: Final[dict[str, Callable[[Tensor, int, torch.dtype], tuple[Tensor, Tensor]]]] = {
     "fp8": lambda weight, group, _: round_fp8(weight, group),
     "int8": round_int8,
     "int4": round_int4,
+    "mxfp4": round_mxfp4,
 }
 
 

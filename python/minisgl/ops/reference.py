@@ -10,7 +10,7 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from functools import partial
-from typing import TYPE_CHECKING, Any, Final
+from typing import TYPE_CHECKING, Any, Final, NamedTuple
 
 import torch
 from torch import Tensor
@@ -62,9 +62,21 @@ ACTIVATIONS: Final[Mapping[str, Callable[[Tensor], Tensor]]] = {
 """The activations of MLPs without a gate."""
 
 
+CLAMPED: Final = "clamped"
+LIMIT: Final = 7.0
+ALPHA: Final = 1.702
+
+
 def gate_and_mul(x: Tensor, gate: str) -> Tensor:
-    """Return f(g) * up [T, I], where x [T, 2I] is g and up side by side, and f is `GATES[gate]`."""
+    """Return f(g) * up [T, I], where x [T, 2I] is g and up side by side, and f is `GATES[gate]`.
+
+    CLAMPED, of experts only, is g sigmoid(ALPHA g) (up + 1), where g is at most LIMIT and up at most LIMIT from 0
+    (gpt-oss, arXiv:2508.10925).
+    """
     g, up = x.chunk(2, dim=-1)
+    if gate == CLAMPED:
+        g = g.clamp(max=LIMIT)
+        return g * torch.sigmoid(ALPHA * g) * (up.clamp(-LIMIT, LIMIT) + 1)
     return GATES[gate](g) * up
 
 
@@ -101,36 +113,45 @@ def add_norm_linear(
     return linear(normed, weight, bias, gate), total
 
 
-def moe(
-    x: Tensor,
-    router_logits: Tensor,
-    gate_up: Tensor | Quantized,
-    down: Tensor | Quantized,
-    top_k: int,
-    normalise: bool,
-    *,
-    linear: Callable[..., Tensor] = linear,
-) -> Tensor:
-    """Mixture of experts (arXiv:2401.04088): sum over the `top_k` experts e of p_e down_e (silu(gate_e x) * up_e x).
+class Experts(NamedTuple):
+    """The experts of a layer, of which each token has `top_k`.
 
-    x [T, H], router_logits [T, E], gate_up [E, 2I, H] (gate above up), down [E, H, I] -> [T, H]. p is the softmax over
-    all experts in float32; with `normalise`, the selected ones are divided by their sum. Among equal logits, the lowest
+    gate_up [E, 2I, H] is gate above up, down [E, H, I]; their biases are [E, 2I] and [E, H]. `normalise` is as in
+    `moe`, and `gate` as in `gate_and_mul`.
+    """
+
+    gate_up: Tensor | Quantized
+    down: Tensor | Quantized
+    top_k: int
+    normalise: bool
+    gate_up_bias: Tensor | None = None
+    down_bias: Tensor | None = None
+    gate: str = "silu"
+
+
+def moe(x: Tensor, router_logits: Tensor, experts: Experts, *, linear: Callable[..., Tensor] = linear) -> Tensor:
+    """Mixture of experts (arXiv:2401.04088): the sum over a token's experts e of p_e down_e f(gate_e x, up_e x).
+
+    x [T, H], router_logits [T, E] -> [T, H]. The experts are those with the highest logits. p is the softmax over all
+    experts in float32; with `normalise`, the selected ones are divided by their sum. Among equal logits, the lowest
     expert is selected. The sum is in float32, the most probable expert first, so the rest of the batch affects a
     token's result only as the number of rows affects a GEMM. A table passes its own `linear`.
     """
-    experts = router_logits.sort(dim=-1, descending=True, stable=True).indices[:, :top_k]
-    weights = router_logits.softmax(-1, dtype=torch.float32).gather(-1, experts)  # [T, top_k]
+    gate_up, down, top_k, normalise, *biases, gate = experts
+    chosen = router_logits.sort(dim=-1, descending=True, stable=True).indices[:, :top_k]
+    weights = router_logits.softmax(-1, dtype=torch.float32).gather(-1, chosen)  # [T, top_k]
     if normalise:
         weights = weights / weights.sum(-1, keepdim=True)
     # Pair i is expert i % top_k of token i // top_k. Sorted by expert, the pairs of one expert are one GEMM.
-    pairs = experts.flatten()
+    pairs = chosen.flatten()
     order = pairs.argsort(stable=True)
     rows = x[order // top_k]  # of the sorted pairs: first inputs, later outputs
     start = 0
     for e, count in enumerate(pairs.bincount(minlength=len(gate_up)).tolist()):
         if count:
             group = rows[start : start + count]
-            group.copy_(linear(linear(group, gate_up[e], gate="silu"), down[e]))
+            gate_bias, bias = (None if b is None else b[e] for b in biases)
+            group.copy_(linear(gate_and_mul(linear(group, gate_up[e], gate_bias), gate), down[e], bias))
             start += count
     index_of_pair = order.argsort()
     total = torch.zeros_like(x, dtype=torch.float32)

@@ -11,7 +11,7 @@ from torch import Tensor
 from minisgl.core.registry import Registry
 from minisgl.ops import reference, sampling
 from minisgl.ops.deferred import Result
-from minisgl.ops.quantized import Quantized, Rounding, rounded
+from minisgl.ops.quantized import Rounding, rounded
 
 
 @dataclass(frozen=True, slots=True)
@@ -24,7 +24,7 @@ class OpTable:
     rms_norm: Callable[..., Tensor] = reference.rms_norm
     add_rms_norm: Callable[[Tensor, Tensor, Tensor, float], tuple[Tensor, Tensor]] = reference.add_rms_norm
     add_norm_linear: Callable[..., tuple[Result, Result]] = reference.add_norm_linear
-    moe: Callable[[Tensor, Tensor, Tensor | Quantized, Tensor | Quantized, int, bool], Tensor] = reference.moe
+    moe: Callable[[Tensor, Tensor, reference.Experts], Tensor] = reference.moe
     norm_rope_store: Callable[..., Tensor] = reference.norm_rope_store
     paged_attention: Callable[..., Tensor] = reference.paged_attention
     look_up: Callable[..., tuple[Tensor, Tensor]] = reference.look_up

@@ -193,10 +193,6 @@ REFUSED = {
     ),
     "blocks": ({"quantization_config": {"quant_method": "fp8", "weight_block_size": 128}}, r"weight_block_size=128"),
     "NVFP4": ({"quantization_config": {"quant_method": "modelopt", "quant_algo": "NVFP4"}}, r"quant_algo='NVFP4'"),
-    "gpt-oss": (
-        {"architectures": ["GptOssForCausalLM"], "quantization_config": {"quant_method": "mxfp4"}},
-        r"^model architecture GptOssForCausalLM is not supported; supported: Llama",
-    ),
     "no groups": (
         {"quantization_config": {"quant_method": "compressed-tensors", "format": "int-quantized"}},
         r"no config_groups with weights",

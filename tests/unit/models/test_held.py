@@ -10,7 +10,7 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 from torch import Tensor
-from transformers import MixtralConfig, Qwen3MoeConfig
+from transformers import GptOssConfig, Qwen3MoeConfig
 from transformers.integrations.mxfp4 import convert_moe_packed_tensors
 
 from contract.checkpoints import COMMON, save
@@ -170,9 +170,10 @@ def test_experts_keep_their_bits(
     wide = load(tmp_path / "out" if published else experts, False, None, ranks, ranks - 1)
     assert not any(isinstance(p.tensor, Quantized) for p in wide.parameters)
     layer, widened = moe_layer(held), moe_layer(wide)
-    assert sum(isinstance(weight, Quantized) for weight in (layer.gate_up, layer.down)) == kept
-    for got, want in ((layer.gate_up, widened.gate_up), (layer.down, widened.down)):
-        assert isinstance(want, Tensor) and got.shape == want.shape
+    pairs = list(zip(layer.weights[:2], widened.weights[:2], strict=True))
+    assert sum(isinstance(got, Quantized) for got, _ in pairs) == kept
+    for got, want in pairs:
+        assert isinstance(want, Tensor) and isinstance(got, Tensor | Quantized) and got.shape == want.shape
         for e in range(3):
             matrix = got[e]
             numbers = matrix.dense(torch.bfloat16) if isinstance(matrix, Quantized) else matrix
@@ -186,30 +187,25 @@ def test_experts_keep_their_bits(
     assert float((outs[0] - outs[1]).norm() / outs[1].norm()) < (0.01 if published else 0.2)
 
 
-@pytest.fixture(params=["Qwen3MoeForCausalLM", "MixtralForCausalLM"])
-def mxfp4_experts(request: pytest.FixtureRequest, tmp_path: Path) -> tuple[Path, dict[str, Tensor]]:
-    """A checkpoint with experts as gpt-oss stores them, and their matrices as transformers reads them."""
+@pytest.fixture
+def mxfp4_experts(tmp_path: Path) -> tuple[Path, dict[str, Tensor]]:
+    """A checkpoint of gpt-oss with experts in MXFP4, and their matrices as transformers reads them."""
     sizes = {"hidden_size": 128, "num_hidden_layers": 2, "num_attention_heads": 4, "num_key_value_heads": 4}
     routing = {"num_local_experts": 3, "num_experts_per_tok": 2, "intermediate_size": 256}
-    if request.param == "Qwen3MoeForCausalLM":
-        routing |= {"moe_intermediate_size": 256, "norm_topk_prob": True}
-    kind = Qwen3MoeConfig if request.param == "Qwen3MoeForCausalLM" else MixtralConfig
-    save(tmp_path, kind(**COMMON | sizes | routing))
+    save(tmp_path, GptOssConfig(**COMMON | sizes | routing, head_dim=32))
     file = tmp_path / "model.safetensors"
-    tensors = {name: t for name, t in load_file(file).items() if ".experts." not in name}
-    layout = "mlp" if "Qwen3" in request.param else "block_sparse_moe"
-    gate, up, down = ("gate_proj", "up_proj", "down_proj") if layout == "mlp" else ("w1", "w3", "w2")
-    want = {}
+    tensors, want = load_file(file), {}
     for layer in range(2):
-        experts = f"model.layers.{layer}.{layout}.experts"
+        experts = f"model.layers.{layer}.mlp.experts"
         for name, rows, columns in (("gate_up_proj", 512, 128), ("down_proj", 128, 256)):
+            del tensors[f"{experts}.{name}"]
             packed, scales, _ = mxfp4(3, rows, columns)
             blocks = packed.view(3, rows, columns // 32, 16)
             tensors |= {f"{experts}.{name}_blocks": blocks, f"{experts}.{name}_scales": scales}
             read = convert_moe_packed_tensors(blocks, scales, dtype=torch.bfloat16).transpose(1, 2)
-            parts = {gate: read[:, ::2], up: read[:, 1::2]} if name == "gate_up_proj" else {down: read}
+            parts = {"gate_proj": read[:, ::2], "up_proj": read[:, 1::2]} if rows == 512 else {"down_proj": read}
             want |= {f"{experts}.{e}.{part}.weight": matrix[e] for part, matrix in parts.items() for e in range(3)}
-    save_file({name: t.contiguous() for name, t in tensors.items()}, file)
+    save_file(tensors, file)
     config = load_config(tmp_path) | {"quantization_config": {"quant_method": "mxfp4", "modules_to_not_convert": []}}
     (tmp_path / "config.json").write_text(json.dumps(config))
     return tmp_path, want
@@ -240,9 +236,9 @@ def test_experts_in_mxfp4_are_read_as_published(
 @pytest.mark.parametrize(
     ("change", "message"),
     [
-        ({"up_scales": None}, r"no model\.layers\.0\.\w+\.experts\.gate_up_proj_scales"),
-        ({"up_scales": torch.full((3, 512, 4), 255).byte()}, r"gate_up_proj_scales in .* 0 or not finite"),
-        ({"up_blocks": torch.zeros(3, 512, 4, 8).byte()}, r"gate_up_proj_blocks in .* instead of \[3, 512, 4, 16\]"),
+        ({"up_scales": None}, r"no model\.layers\.0\.mlp\.experts\.0\.gate_proj\.scales"),
+        ({"up_scales": torch.full((3, 512, 4), 255).byte()}, r"gate_proj\.scales in .* 0 or not finite"),
+        ({"up_blocks": torch.zeros(3, 512, 4, 8).byte()}, r"gate_proj\.blocks in .* instead of \[256, 4, 16\]"),
         ({"up_blocks": None, "up_scales": None}, r"lacks model\.layers\.0\..*experts\.0\."),
     ],
 )

@@ -165,22 +165,27 @@ def test_quantized_experts_compile(name: str, scale: int):
     pointers = dict.fromkeys(("scale_ptr", "zeros_ptr"), scales)
     pointers |= dict.fromkeys(("x_scale_ptr", "sums_ptr", "weights_ptr"), "*fp32")
     pointers |= dict.fromkeys(("experts_ptr", "order_ptr", "tiles_ptr"), "*i32")
-    pointers |= {"x_ptr": "*bf16", "weight_ptr": TYPES[name], "out_ptr": "*bf16"}
+    pointers |= {"x_ptr": "*bf16", "weight_ptr": TYPES[name], "bias_ptr": "*bf16", "out_ptr": "*bf16"}
     own = {"TOP_K": 8, "HAS_ZEROS": name == "int4" and scale == 32, "INTERPRETED": False, "PDL": True}
     common = {"TOP_K": 8, "BLOCK_N": 16, "BLOCK_K": 256, "NUM_BLOCKS_K": 2, "INTERPRETED": False, "PDL": True}
     if bits == 8:
         common["SCALE"] = scale
-        assert compile_kernel(moe._gate_up_gemv, pointers, common)
+        assert compile_kernel(moe._gate_up_gemv, pointers, common | {"GATE": "silu"})
         common |= {"BLOCK_P": 8, "BLOCK_N": 4, "BLOCK_K": 128, "AHEAD": 1}
         assert compile_kernel(moe._down_gemv, pointers, common)
     else:
-        for is_gated in (True, False):
-            kind = {"GROUP": scale, "IS_GATED": is_gated}
+        for gate in ("silu", "clamped", ""):
+            kind = {"GROUP": scale, "GATE": gate}
             assert compile_kernel(moe._gemv_of_4_bits, pointers, common | own | kind)
     pointers["x_ptr"] = TYPES["int8" if name == "int8" else "fp8"]
     sizes = {"BLOCK_M": 16, "BLOCK_N": 64, "BLOCK_K": 128, "NUM_STAGES": 3, "EVEN_K": True, "SCALE": scale}
     for parts, swap_ab in ((2, True), (1, bits == 4)):
-        kind = {"PARTS": parts, "SWAP_AB": swap_ab, "IS_GATED": parts == 2, "GROUP_M": 1 if swap_ab else 8}
+        kind = {
+            "PARTS": parts,
+            "SWAP_AB": swap_ab,
+            "GATE": "silu" if parts == 2 else "",
+            "GROUP_M": 1 if swap_ab else 8,
+        }
         assert compile_kernel(moe._grouped_gemm, pointers, sizes | own | kind | {"BITS": bits})
 
 

@@ -17,6 +17,7 @@ from minisgl.kernels.triton.product import Mixture, Norm, Product
 from minisgl.kernels.triton.quantized_gemv import quantized_gemv
 from minisgl.ops.deferred import Deferred, Result, finished
 from minisgl.ops.quantized import Format, Quantized
+from minisgl.ops.reference import Experts
 
 WARPS: Final = 8
 CHAIN_WARPS: Final = 16  # of a chain with 4-bit weights, which take more instructions per byte
@@ -277,6 +278,8 @@ def plan_experts(
 def refuses_mixture(m: Mixture) -> str | None:
     """Return why `gemv.cu` does not run a mixture: each expert's columns of down must be those of whole warps."""
     gate_up, down = m.kinds
+    if m.gate != "silu" or m.has_bias:
+        return "for SwiGLU without biases"
     if gate_up is None or down is None or m.rows != 1:
         return "for one token and quantized experts"
     if not (_supports_matrix(gate_up, m.hidden) and _supports_matrix(down, m.size) and m.dtype in FLOATS):
@@ -286,15 +289,17 @@ def refuses_mixture(m: Mixture) -> str | None:
     return None if is_whole and columns <= MAX_INPUTS else "for experts whose columns are those of whole warps"
 
 
-def cuda_experts(x: Tensor, experts: Tensor, choices: Tensor, gate_up: Quantized, down: Quantized) -> Tensor | None:
-    """x [1, H] -> sum over i of choices[i] down[experts[i]] silu(gate x) (up x) [1, H]; None if it cannot be compiled.
+def cuda_experts(x: Tensor, chosen: Tensor, choices: Tensor, experts: Experts) -> Tensor | None:
+    """x [1, H] -> sum over i of choices[i] down[chosen[i]] silu(gate x) (up x) [1, H]; None if it cannot be compiled.
 
-    experts [1, k] int32, choices [1, k] float32, gate_up [E, 2 I, H], down [E, H, I].
+    chosen [1, k] int32, choices [1, k] float32.
     """
+    gate_up, down = experts.gate_up, experts.down
+    assert isinstance(gate_up, Quantized) and isinstance(down, Quantized), "`refuses_mixture` has a reason"
     num_sms = torch.cuda.get_device_properties(x.device).multi_processor_count
-    hidden, out = empty((experts.numel(), down.shape[2]), dtype=x.dtype, device=x.device), torch.empty_like(x)
+    hidden, out = empty((chosen.numel(), down.shape[2]), dtype=x.dtype, device=x.device), torch.empty_like(x)
     for given, weight, to in ((x, gate_up, hidden), (hidden, down, out)):
-        if not plan_experts(given, experts, choices, weight, to, weight is down, num_sms).start(x.device):
+        if not plan_experts(given, chosen, choices, weight, to, weight is down, num_sms).start(x.device):
             return None
     return out
 

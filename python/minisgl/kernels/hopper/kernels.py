@@ -14,6 +14,7 @@ from minisgl.kernels.triton.moe_routing import route
 from minisgl.kernels.triton.product import Kernel, Mixture, Norm
 from minisgl.ops.deferred import Result
 from minisgl.ops.quantized import Quantized
+from minisgl.ops.reference import Experts
 
 __all__ = ["MIXTURES", "PRODUCTS", "cuda_decode", "cuda_prefill", "is_usable", "supports"]
 
@@ -32,13 +33,11 @@ def _gemm(x: Result, weight: Quantized, bias: Tensor | None, gate: str, norm: No
     return out, quantized.total(x, norm)
 
 
-def _experts(
-    x: Tensor, router_logits: Tensor, gate_up: Quantized, down: Quantized, top_k: int, normalise: bool
-) -> Tensor:
+def _experts(x: Tensor, router_logits: Tensor, experts: Experts) -> Tensor:
     """Run a token's experts by our kernel, or by Triton's if ours cannot be compiled."""
-    experts, weights = route(router_logits, top_k, normalise)
-    out = gemv.cuda_experts(x, experts, weights, gate_up, down)
-    return moe.pair_down(moe.pair_gate_up(x, experts, gate_up), experts, weights, down) if out is None else out
+    chosen, weights = route(router_logits, experts.top_k, experts.normalise)
+    out = gemv.cuda_experts(x, chosen, weights, experts)
+    return moe.run_pairs(x, chosen, weights, experts) if out is None else out
 
 
 def _refuses(mixture: Mixture) -> str | None:

@@ -19,6 +19,7 @@ from minisgl.kernels.triton.product import Kernel, Mixture, Norm, Product
 from minisgl.kernels.triton.quantized_gemv import quantized_gemv
 from minisgl.ops.deferred import Deferred, Result, finished
 from minisgl.ops.quantized import Quantized
+from minisgl.ops.reference import Experts
 
 # With more inputs, loading the residual and the norm's weight in every program costs more than a separate kernel, which
 # takes 1.5 to 1.9 us. With / without the norm, N x K: 151936 x 1024 70.8 / 69.6; 6144 x 4096 15.9 / 13.1 (11.9 in tiles
@@ -109,10 +110,7 @@ def multiply(
     return choose(Product.of(x, weight, gate, norm)).run(x, weight, bias, gate, norm)
 
 
-def mix(
-    x: Tensor, router_logits: Tensor, gate_up: Tensor | Quantized, down: Tensor | Quantized, top_k: int,
-    normalise: bool,
-) -> Tensor:  # fmt: skip
+def mix(x: Tensor, router_logits: Tensor, experts: Experts) -> Tensor:
     """`reference.moe`, with the lowest of equally probable experts chosen.
 
     The host reads nothing, so a CUDA graph can capture it. A row's bits depend only on the number of rows, which
@@ -120,8 +118,7 @@ def mix(
     """
     if not len(x):
         return empty_like(x)
-    kernel = choose(Mixture.of(x, gate_up, down, top_k))
-    out: Tensor = kernel.run(x.contiguous(), router_logits.contiguous(), gate_up, down, top_k, normalise)
+    out: Tensor = choose(Mixture.of(x, experts)).run(x.contiguous(), router_logits.contiguous(), experts)
     return out
 
 

@@ -31,6 +31,7 @@ from minisgl.kernels.triton.product import Mixture
 from minisgl.kernels.triton.quantized import split_rows
 from minisgl.kernels.triton.quantized_gemv import numbers_as_float
 from minisgl.ops.quantized import E4M3, E8M0, Quantized
+from minisgl.ops.reference import Experts
 
 # GEMVs are used if there are at least this many experts per pair, since then few experts are chosen twice. GEMV /
 # grouped GEMM at 1, 2, 4 tokens: Qwen3-30B-A3B 22, 39, 72 / 29, 45, 75 us; Mixtral 8x7B 162, 316, 621 / 171, 287, 455.
@@ -50,24 +51,24 @@ def refuses_pairs(m: Mixture) -> str | None:
     return None
 
 
-def by_pairs(
-    x: Tensor, router_logits: Tensor, gate_up: Tensor | Quantized, down: Tensor | Quantized, top_k: int,
-    normalise: bool,
-) -> Tensor:  # fmt: skip
+def by_pairs(x: Tensor, router_logits: Tensor, experts: Experts) -> Tensor:
     """`reference.moe` by a GEMV for each pair."""
-    experts, weights = route(router_logits, top_k, normalise)
-    return pair_down(pair_gate_up(x, experts, gate_up), experts, weights, down)
+    return run_pairs(x, *route(router_logits, experts.top_k, experts.normalise), experts)
 
 
-def by_groups(
-    x: Tensor, router_logits: Tensor, gate_up: Tensor | Quantized, down: Tensor | Quantized, top_k: int,
-    normalise: bool,
-) -> Tensor:  # fmt: skip
+def run_pairs(x: Tensor, chosen: Tensor, weights: Tensor, experts: Experts) -> Tensor:
+    """x [T, H], the experts and weights of `route` -> [T, H]."""
+    hidden = pair_gate_up(x, chosen, experts.gate_up, experts.gate_up_bias, experts.gate)
+    return pair_down(hidden, chosen, weights, experts.down, experts.down_bias)
+
+
+def by_groups(x: Tensor, router_logits: Tensor, experts: Experts) -> Tensor:
     """`reference.moe` by GEMMs over the pairs of each expert."""
-    config = moe_config(len(x) * top_k, len(gate_up), x.dtype, Mixture.of(x, gate_up, down, top_k).bits)
+    gate_up, down, top_k, normalise, gate_up_bias, down_bias, gate = experts
+    config = moe_config(len(x) * top_k, len(gate_up), x.dtype, Mixture.of(x, experts).bits)
     weights, lists = route_and_list(router_logits, top_k, normalise, config.block_m)
-    hidden = grouped_gemm(x, gate_up, lists, top_k, config, is_gated=True)
-    return combine(grouped_gemm(hidden, down, lists, top_k, config, is_gated=False), weights)
+    hidden = grouped_gemm(x, gate_up, lists, top_k, config, gate_up_bias, gate)
+    return combine(grouped_gemm(hidden, down, lists, top_k, config, down_bias), weights)
 
 
 def _numbers(weight: Tensor | Quantized) -> tuple[Tensor, Tensor, Tensor, int]:
@@ -87,21 +88,22 @@ def _numbers(weight: Tensor | Quantized) -> tuple[Tensor, Tensor, Tensor, int]:
 
 @triton.jit(do_not_specialize=["max_rows"])
 def _grouped_gemm(
-    x_ptr, x_scale_ptr, sums_ptr, weight_ptr, scale_ptr, zeros_ptr, out_ptr, order_ptr, tiles_ptr, max_rows, n_rows,
-    n_in,
-    TOP_K: tl.constexpr, IS_GATED: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr,
+    x_ptr, x_scale_ptr, sums_ptr, weight_ptr, scale_ptr, zeros_ptr, bias_ptr, out_ptr, order_ptr, tiles_ptr, max_rows,
+    n_rows, n_in,
+    TOP_K: tl.constexpr, GATE: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr,
     NUM_STAGES: tl.constexpr, SWAP_AB: tl.constexpr, EVEN_K: tl.constexpr, GROUP_M: tl.constexpr, PARTS: tl.constexpr,
     SCALE: tl.constexpr, BITS: tl.constexpr, HAS_ZEROS: tl.constexpr, INTERPRETED: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
     """Each program computes a tile: BLOCK_M pairs of one expert by BLOCK_N rows of its weights [n_rows, K].
 
-    IS_GATED: the first half of the weights is gate, the second up. Their rows are interleaved in a tile, so that the
+    With a GATE, the first half of the weights is gate, the second up. Their rows are interleaved in a tile, so that the
     two terms of an output are neighbours. Rows of x are tokens, and rows of out [P, n_rows / 2] are in list order.
-    Otherwise x is in list order and out [P, n_rows] in pair order. SWAP_AB: the weights are the M operand of the tensor
-    cores, for few pairs. EVEN_K: BLOCK_K divides K. PARTS: x [PARTS max_rows, K] is quantized to 8 bits with a scale
-    for each row, and weights have BITS and SCALE (see `_numbers`); two parts and 4-bit weights need SWAP_AB. Programs
-    beyond the last tile return at once.
+    Without one, x is in list order and out [P, n_rows] in pair order. The bias is [E, n_rows] or None. SWAP_AB: the
+    weights are the M operand of the tensor cores, for few pairs. EVEN_K: BLOCK_K divides K. PARTS: x [PARTS max_rows,
+    K] is quantized to 8 bits with a scale for each row, and weights have BITS and SCALE (see `_numbers`); two parts and
+    4-bit weights need SWAP_AB. Programs beyond the last tile return at once.
     """
+    IS_GATED: tl.constexpr = GATE != ""
     IS_E2M1: tl.constexpr = scale_ptr.dtype.element_ty == tl.uint8
     HALF: tl.constexpr = 32 if IS_E2M1 else 64
     if PDL:
@@ -186,9 +188,11 @@ def _grouped_gemm(
         result *= tl.load(x_scale_ptr + source, mask=is_pair, other=0.0)[:, None]
     if SCALE == 1:
         result *= tl.load(scale_ptr + row)[None, :]
+    if bias_ptr is not None:
+        result += tl.load(bias_ptr + row).to(tl.float32)[None, :]
     if IS_GATED:
         gate, up = tl.split(tl.reshape(result, [BLOCK_M, WIDTH, 2]))
-        result = gated(gate, up, "silu")
+        result = gated(gate, up, GATE)
     offs_n = (column * WIDTH + tl.arange(0, WIDTH))[None, :]
     out_ptrs = out_ptr + target.to(tl.int64)[:, None] * n_out + offs_n
     tl.store(out_ptrs, result.to(out_ptr.dtype.element_ty), mask=is_pair[:, None] & (offs_n < n_out))
@@ -264,10 +268,11 @@ def moe_config(pairs: int, num_experts: int, dtype: torch.dtype, bits: int = 16)
 
 
 def grouped_gemm(
-    x: Tensor, weight: Tensor | Quantized, lists: Lists, top_k: int, config: MoeConfig, *, is_gated: bool
-) -> Tensor:
+    x: Tensor, weight: Tensor | Quantized, lists: Lists, top_k: int, config: MoeConfig, bias: Tensor | None = None,
+    gate: str = "",
+) -> Tensor:  # fmt: skip
     """Run one of the two GEMMs of `_grouped_gemm`: weight [E, n_rows, K] -> [P, n_rows / 2 or n_rows]."""
-    n_rows, n_in = weight.shape[1:]
+    (n_rows, n_in), is_gated = weight.shape[1:], gate != ""
     out = empty((len(lists.order), n_rows // 2 if is_gated else n_rows), dtype=x.dtype, device=x.device)
     (data, scale, zeros, kind), x_scale, sums, max_rows = _numbers(weight), x, x, 0
     if isinstance(weight, Quantized):
@@ -281,8 +286,8 @@ def grouped_gemm(
     if block_k > 64 and n_in % block_k:
         block_k, num_stages = block_k // 2, num_stages + 1  # at 192 inputs 24 us instead of 27
     _grouped_gemm[(lists.max_tiles * triton.cdiv(n_rows, block_n),)](
-        x, x_scale, sums, data, scale, zeros, out, lists.order, lists.tiles, max_rows, n_rows, n_in,
-        TOP_K=top_k, IS_GATED=is_gated, BLOCK_M=lists.block_m, BLOCK_N=block_n, BLOCK_K=block_k,
+        x, x_scale, sums, data, scale, zeros, bias, out, lists.order, lists.tiles, max_rows, n_rows, n_in,
+        TOP_K=top_k, GATE=gate, BLOCK_M=lists.block_m, BLOCK_N=block_n, BLOCK_K=block_k,
         NUM_STAGES=num_stages, SWAP_AB=config.swap_ab, EVEN_K=n_in % block_k == 0,
         GROUP_M=1 if config.swap_ab else GROUP_M, PARTS=config.parts if kind else 0, SCALE=kind,
         BITS=weight.format.bits if isinstance(weight, Quantized) else 16,
@@ -317,11 +322,11 @@ def _block_scales(scale_ptrs, start, groups, BLOCK_K: tl.constexpr, SCALE: tl.co
 
 @triton.jit
 def _gate_up_gemv(
-    x_ptr, weight_ptr, scale_ptr, out_ptr, experts_ptr, n_out, n_in,
-    TOP_K: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr, NUM_BLOCKS_K: tl.constexpr, SCALE: tl.constexpr,
-    INTERPRETED: tl.constexpr, PDL: tl.constexpr,
+    x_ptr, weight_ptr, scale_ptr, bias_ptr, out_ptr, experts_ptr, n_out, n_in,
+    TOP_K: tl.constexpr, GATE: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr, NUM_BLOCKS_K: tl.constexpr,
+    SCALE: tl.constexpr, INTERPRETED: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
-    """out[pair] = silu(gate x) * (up x) of the pair's expert and token; grid (I / BLOCK_N, P)."""
+    """out[pair] = f(gate x + bias, up x + bias) of the pair's expert and token; grid (I / BLOCK_N, P)."""
     if PDL:
         gdc_wait()
         gdc_launch_dependents()  # only now: `_down_gemv` may read `experts` as soon as it runs
@@ -350,17 +355,20 @@ def _gate_up_gemv(
     if SCALE == 1:
         gate *= tl.load(scale_ptr + row)
         up *= tl.load(scale_ptr + n_out + row)
-    result = gated(gate, up, "silu")
+    if bias_ptr is not None:
+        gate += tl.load(bias_ptr + row).to(tl.float32)
+        up += tl.load(bias_ptr + n_out + row).to(tl.float32)
+    result = gated(gate, up, GATE)
     tl.store(out_ptr + pair * n_out + offs_n, result.to(out_ptr.dtype.element_ty), mask=offs_n < n_out)
 
 
 @triton.jit
 def _down_gemv(
-    x_ptr, weight_ptr, scale_ptr, out_ptr, experts_ptr, weights_ptr, n_out, n_in,
+    x_ptr, weight_ptr, scale_ptr, bias_ptr, out_ptr, experts_ptr, weights_ptr, n_out, n_in,
     TOP_K: tl.constexpr, BLOCK_P: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr,
     NUM_BLOCKS_K: tl.constexpr, AHEAD: tl.constexpr, SCALE: tl.constexpr, INTERPRETED: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
-    """out[t] = sum over i of weights[t, i] down x[t k + i], in float32; grid (H / BLOCK_N, T).
+    """out[t] = sum over i of weights[t, i] (down x[t k + i] + bias), in float32; grid (H / BLOCK_N, T).
 
     Tiles are [BLOCK_P, BLOCK_N, BLOCK_K], for BLOCK_P experts at a time. Weights are loaded AHEAD tiles before their
     use, so the first AHEAD tiles are loaded before x is available.
@@ -372,6 +380,7 @@ def _down_gemv(
         gdc_launch_dependents()
     NUM_TILES: tl.constexpr = (TOP_K + BLOCK_P - 1) // BLOCK_P * NUM_BLOCKS_K
     acc = tl.zeros([BLOCK_P, BLOCK_N, BLOCK_K], tl.float32)
+    biases = tl.zeros([BLOCK_P, BLOCK_N], tl.float32)
     firsts, tiles = tl.tuple([]), tl.tuple([])  # the experts' first rows; their weights
     for step in tl.static_range(NUM_TILES + AHEAD):
         if step < NUM_TILES:
@@ -394,6 +403,8 @@ def _down_gemv(
             if (step - AHEAD) % NUM_BLOCKS_K == 0:
                 factor = tl.load(weights_ptr + pair, mask=choice < TOP_K, other=0.0)[:, None]
                 part = tl.zeros_like(acc) if SCALE == 1 else acc
+                if bias_ptr is not None:
+                    biases += factor * tl.load(bias_ptr + first[:, None] + row[None, :]).to(tl.float32)
             if SCALE != 1:
                 x *= factor
             if SCALE > 1:
@@ -407,18 +418,19 @@ def _down_gemv(
                     acc += part * factor[:, :, None]
                 else:
                     acc = part
-    result = tl.sum(tl.sum(acc, 2), 0)
+    result = tl.sum(tl.sum(acc, 2), 0) if bias_ptr is None else tl.sum(tl.sum(acc, 2) + biases, 0)
     tl.store(out_ptr + token * n_out + offs_n, result.to(out_ptr.dtype.element_ty), mask=offs_n < n_out)
 
 
 @triton.jit
 def _gemv_of_4_bits(
-    x_ptr, weight_ptr, scale_ptr, zeros_ptr, out_ptr, experts_ptr, n_rows, n_in,
-    TOP_K: tl.constexpr, IS_GATED: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr,
+    x_ptr, weight_ptr, scale_ptr, zeros_ptr, bias_ptr, out_ptr, experts_ptr, n_rows, n_in,
+    TOP_K: tl.constexpr, GATE: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr,
     NUM_BLOCKS_K: tl.constexpr, GROUP: tl.constexpr, HAS_ZEROS: tl.constexpr, INTERPRETED: tl.constexpr,
     PDL: tl.constexpr,
 ):  # fmt: skip
-    """`_gate_up_gemv` with 4-bit weights if IS_GATED, else out[pair] = down x[pair]; grid (n_out / OUT, P)."""
+    """`_gate_up_gemv` with 4-bit weights, or without a GATE out[pair] = down x[pair] + bias; grid (n_out / OUT, P)."""
+    IS_GATED: tl.constexpr = GATE != ""
     IS_E2M1: tl.constexpr = scale_ptr.dtype.element_ty == tl.uint8
     HALF: tl.constexpr = 32 if IS_E2M1 else 64
     WIDTH: tl.constexpr = HALF if GROUP > HALF else GROUP  # bytes whose low nibbles share a group
@@ -462,9 +474,11 @@ def _gemv_of_4_bits(
                     acc += (part * 512.0 - 8.0 * total[None, :]) * scale
                 part, total = tl.zeros_like(acc), tl.zeros([GROUPS], tl.float32)
     result = tl.sum(acc, 1)
+    if bias_ptr is not None:
+        result += tl.sum(tl.load(bias_ptr + row).to(tl.float32), 1)
     if IS_GATED:
         gate, up = tl.split(tl.permute(tl.reshape(result, [2, OUT]), (1, 0)))
-        result = gated(gate, up, "silu")
+        result = gated(gate, up, GATE)
     offs_n = tl.program_id(0) * OUT + tl.arange(0, OUT)
     out_ptrs = out_ptr + pair.to(tl.int64) * n_out + offs_n
     tl.store(out_ptrs, result.to(out_ptr.dtype.element_ty), mask=offs_n < n_out)
@@ -494,8 +508,11 @@ INT4_UP_TILE: Final = GemvTile(8, 2048, 4)  # one token, up to 2,048 inputs: 7.5
 FP8_DOWN_TILE: Final = GemvTile(4, 128, 4, 8, 3)  # 5.5 us (floor 2.8); 6.7 with one expert at a time
 
 
-def pair_gate_up(x: Tensor, experts: Tensor, gate_up: Tensor | Quantized, tile: GemvTile | None = None) -> Tensor:
-    """x [T, H], experts [T, k], gate_up [E, 2I, H] -> [P, I]."""
+def pair_gate_up(
+    x: Tensor, experts: Tensor, gate_up: Tensor | Quantized, bias: Tensor | None = None, gate: str = "silu",
+    tile: GemvTile | None = None,
+) -> Tensor:  # fmt: skip
+    """x [T, H], experts [T, k], gate_up [E, 2I, H], bias [E, 2I] -> [P, I]."""
     top_k = experts.shape[1]
     n_out = gate_up.shape[1] // 2
     n_in = x.shape[1]
@@ -503,32 +520,35 @@ def pair_gate_up(x: Tensor, experts: Tensor, gate_up: Tensor | Quantized, tile: 
     out = empty((pairs, n_out), dtype=x.dtype, device=x.device)
     if isinstance(gate_up, Quantized) and gate_up.format.bits == 4:
         own = INT4_UP_TILE if len(x) == 1 and 1024 < n_in <= 2048 else INT4_TILE
-        return _pair_gemv_of_4_bits(x, experts, gate_up, out, True, tile or own)
+        return _pair_gemv_of_4_bits(x, experts, gate_up, bias, out, gate, tile or own)
     data, scale, _, kind = _numbers(gate_up)
     tile = tile or (FP8_UP_TILE if kind else UP_TILE)
     _gate_up_gemv[(triton.cdiv(n_out, tile.block_n), pairs)](
-        x, data, scale, out, experts, n_out, n_in,
-        TOP_K=top_k, BLOCK_N=tile.block_n, BLOCK_K=tile.block_k, NUM_BLOCKS_K=triton.cdiv(n_in, tile.block_k),
-        SCALE=kind, INTERPRETED=INTERPRETED, num_warps=tile.num_warps, **pdl_options(x.device),
+        x, data, scale, bias, out, experts, n_out, n_in,
+        TOP_K=top_k, GATE=gate, BLOCK_N=tile.block_n, BLOCK_K=tile.block_k,
+        NUM_BLOCKS_K=triton.cdiv(n_in, tile.block_k), SCALE=kind, INTERPRETED=INTERPRETED, num_warps=tile.num_warps,
+        **pdl_options(x.device),
     )  # fmt: skip
     return out
 
 
 def pair_down(
-    hidden: Tensor, experts: Tensor, weights: Tensor, down: Tensor | Quantized, tile: GemvTile | None = None
-) -> Tensor:
-    """hidden [P, I], weights [T, k], down [E, H, I] -> [T, H]; after `pair_gate_up` of the same experts."""
+    hidden: Tensor, experts: Tensor, weights: Tensor, down: Tensor | Quantized, bias: Tensor | None = None,
+    tile: GemvTile | None = None,
+) -> Tensor:  # fmt: skip
+    """hidden [P, I], weights [T, k], down [E, H, I], bias [E, H] -> [T, H]; after `pair_gate_up` of these experts."""
     tokens, top_k = experts.shape
     n_out, n_in = down.shape[1:]
     if isinstance(down, Quantized) and down.format.bits == 4:
         outputs = empty((len(hidden), n_out), dtype=hidden.dtype, device=hidden.device)
-        return combine(_pair_gemv_of_4_bits(hidden, experts, down, outputs, False, tile or INT4_TILE), weights)
+        outputs = _pair_gemv_of_4_bits(hidden, experts, down, bias, outputs, "", tile or INT4_TILE)
+        return combine(outputs, weights)
     out = empty((tokens, n_out), dtype=hidden.dtype, device=hidden.device)
     data, scale, _, kind = _numbers(down)
     own = FP8_DOWN_TILE if kind else next(tile for max_inputs, tile in DOWN_TILES if n_in <= max_inputs)
     tile = tile or own
     _down_gemv[(triton.cdiv(n_out, tile.block_n), tokens)](
-        hidden, data, scale, out, experts, weights, n_out, n_in,
+        hidden, data, scale, bias, out, experts, weights, n_out, n_in,
         TOP_K=top_k, BLOCK_P=min(tile.block_p, triton.next_power_of_2(top_k)), BLOCK_N=tile.block_n,
         BLOCK_K=tile.block_k, NUM_BLOCKS_K=triton.cdiv(n_in, tile.block_k), AHEAD=tile.ahead, SCALE=kind,
         INTERPRETED=INTERPRETED, num_warps=tile.num_warps, **pdl_options(hidden.device),
@@ -537,13 +557,13 @@ def pair_down(
 
 
 def _pair_gemv_of_4_bits(
-    x: Tensor, experts: Tensor, matrices: Quantized, out: Tensor, is_gated: bool, tile: GemvTile
+    x: Tensor, experts: Tensor, matrices: Quantized, bias: Tensor | None, out: Tensor, gate: str, tile: GemvTile
 ) -> Tensor:
     n_rows, n_in = matrices.shape[1:]
     data, scale, zeros, group = _numbers(matrices)
-    _gemv_of_4_bits[(triton.cdiv(out.shape[1], tile.block_n // (2 if is_gated else 1)), len(out))](
-        x, data, scale, zeros, out, experts, n_rows, n_in,
-        TOP_K=experts.shape[1], IS_GATED=is_gated, BLOCK_N=tile.block_n, BLOCK_K=tile.block_k,
+    _gemv_of_4_bits[(triton.cdiv(out.shape[1], tile.block_n // (2 if gate else 1)), len(out))](
+        x, data, scale, zeros, bias, out, experts, n_rows, n_in,
+        TOP_K=experts.shape[1], GATE=gate, BLOCK_N=tile.block_n, BLOCK_K=tile.block_k,
         NUM_BLOCKS_K=triton.cdiv(n_in, tile.block_k), GROUP=group, HAS_ZEROS=zeros is not scale,
         INTERPRETED=INTERPRETED, num_warps=tile.num_warps, **pdl_options(x.device),
     )  # fmt: skip

@@ -10,6 +10,7 @@ from torch import Tensor
 
 from minisgl.ops.deferred import Result
 from minisgl.ops.quantized import Format, Quantized
+from minisgl.ops.reference import Experts
 
 
 def _kind(weight: Tensor | Quantized) -> Format | None:
@@ -48,7 +49,7 @@ class Product(NamedTuple):
 class Mixture(NamedTuple):
     """Experts of `hidden` inputs and outputs and `size` features between, `top_k` for each of `rows` tokens.
 
-    `kinds` are the formats of gate and up and of down, None for `dtype`, that of x.
+    `kinds` are the formats of gate and up and of down, None for `dtype`, that of x. `gate` is as in `Experts`.
     """
 
     rows: int
@@ -58,12 +59,15 @@ class Mixture(NamedTuple):
     size: int
     kinds: tuple[Format | None, Format | None]
     dtype: torch.dtype
+    gate: str = "silu"
+    has_bias: bool = False
 
     @classmethod
-    def of(cls, x: Tensor, gate_up: Tensor | Quantized, down: Tensor | Quantized, top_k: int) -> Mixture:
+    def of(cls, x: Tensor, experts: Experts) -> Mixture:
         """Describe a call of `reference.moe`."""
-        (experts, hidden, size), kinds = down.shape, (_kind(gate_up), _kind(down))
-        return cls(len(x), top_k, experts, hidden, size, kinds, x.dtype)
+        gate_up, down, top_k, _, bias, _, gate = experts
+        (count, hidden, size), kinds = down.shape, (_kind(gate_up), _kind(down))
+        return cls(len(x), top_k, count, hidden, size, kinds, x.dtype, gate, bias is not None)
 
     @property
     def bits(self) -> int:

@@ -69,6 +69,12 @@ SHAPES: Final[dict[str, dict[str, Any]]] = {
     | {"num_experts": 128, "num_experts_per_tok": 8, "moe_intermediate_size": 768, "norm_topk_prob": True},
     "llama-3.1-8b": _LLAMA_3_1 | _sizes(4096, 14336, 32, 32),
     "llama-3.1-70b": _LLAMA_3_1 | _sizes(8192, 28672, 80, 64),
+    "gpt-oss-20b": {"architectures": ["GptOssForCausalLM"], "model_type": "gpt_oss", "torch_dtype": "bfloat16"}
+    | _sizes(2880, 2880, 24, 64)
+    | {"vocab_size": 201088, "num_key_value_heads": 8, "num_local_experts": 32, "num_experts_per_tok": 4}
+    | {"max_position_embeddings": 131072, "quantization_config": {"quant_method": "mxfp4"}}
+    | {"rope_scaling": {"rope_type": "yarn", "factor": 32.0, "original_max_position_embeddings": 4096}}
+    | {"bos_token_id": 199998, "eos_token_id": 200002},
     "gemma-3-27b": {"architectures": ["Gemma3ForCausalLM"], "model_type": "gemma3_text", "torch_dtype": "bfloat16"}
     | _sizes(5376, 21504, 62, 32)
     | {"vocab_size": 262208, "head_dim": 128, "num_key_value_heads": 16, "query_pre_attn_scalar": 168}
