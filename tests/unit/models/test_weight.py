@@ -68,10 +68,10 @@ def test_experts_stack_the_checkpoint_tensors(tmp_path: Path, name: str, module:
     tensors = load_file(tmp_path / "model.safetensors")
     model = load(tmp_path)
     mlp = model.model.layers[2].mlp
-    assert isinstance(mlp, SparseMLP) and len(mlp.gate_up) == 5
+    assert isinstance(mlp, SparseMLP) and len(mlp.weights.gate_up) == 5
     for e in range(5):
         gate, up, down = (tensors[f"model.layers.2.{module}.experts.{e}.{part}.weight"] for part in parts)
-        assert torch.equal(mlp.gate_up[e], torch.cat([gate, up])) and torch.equal(mlp.down[e], down)
+        assert torch.equal(mlp.weights.gate_up[e], torch.cat([gate, up])) and torch.equal(mlp.weights.down[e], down)
     assert isinstance(model.model.layers[1].mlp, SparseMLP) == (name == "mixtral")
     assert model.num_parameters == sum(t.numel() for t in tensors.values())
     lost = f"model.layers.0.{module}.experts.4.{parts[1]}.weight"
