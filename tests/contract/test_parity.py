@@ -79,8 +79,8 @@ def test_mixed_batch(checkpoint: Checkpoint):
 def test_several_ranks(checkpoint: Checkpoint, size: int):
     """Prefill, a mixed step, decode; with 4 ranks, KV heads that some of them share.
 
-    A step sums after the embedding and after each block (attention and MLP in parallel are one), for norms over all
-    heads, and nowhere else.
+    A step sums after embeddings and after each block (attention and MLP in parallel are one, experts beside an MLP are
+    two), for norms over all heads, and nowhere else.
     """
     steps = [
         [Span(1, 0, A[:50]), Span(7, 0, C[:20], samples=False)],
@@ -97,7 +97,9 @@ def test_several_ranks(checkpoint: Checkpoint, size: int):
             logits = [engine.step(spans) for spans in steps]
             config = engine.model.config
             blocks = (1 if config.family.is_parallel else 2) + (config.qk_norm == "all")
-            assert calls.call_count == len(steps) * (1 + blocks * config.num_layers)
+            blocks += config.experts is not None and config.experts.flags.is_beside
+            embeddings = 1 + bool(config.layer_input_size)
+            assert calls.call_count == len(steps) * (embeddings + blocks * config.num_layers)
         return logits
 
     for logits in run_ranks(size, rank):

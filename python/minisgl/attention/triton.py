@@ -255,6 +255,7 @@ class TritonAttention(AttentionBackend):
             SOFTCAP=self._softcap,
             FUSED=heads is not None,
             HAS_NORM=has_norm,
+            NORMS_V=heads is not None and heads.norms_v,
             IS_FP8=isinstance(pages, QuantizedPages),
             **pdl_options(q.device, is_chained),
             **kernel,
@@ -280,7 +281,7 @@ class _Step(StepAttention):
     is_fused: bool  # the decode kernel does all of `attend`
 
     def attend(self, qkv: Tensor, heads: HeadTransform, pages: Pages) -> Tensor:
-        if not self.is_fused:
+        if not self.is_fused or heads.reads:
             return StepAttention.attend(self, qkv, heads, pages)
         kind = self.backend.spec.kind
         out = qkv.new_empty(len(qkv), kind.heads, kind.head_dim)

@@ -91,7 +91,8 @@ class Footprint:
 def _page_bytes(model: ModelConfig, config: EngineConfig, page_size: int, item: int) -> list[int]:
     """Return a page's bytes in each group on a rank. Raises `ConfigError` if ranks cannot divide the model."""
     m, info = model, DistributedInfo(0, config.tp)
-    states = [state for layer in range(m.num_layers) for state in m.mixer(layer, info).states]
+    own = [layer for layer, sizes in enumerate(m.layers) if sizes.kv_of is None]
+    states = [state for layer in own for state in m.mixer(layer, info).states]
     if m.experts is None or m.experts.dense_layers:
         info.shard(m.intermediate_size, "intermediate features")
     if m.experts is not None:
@@ -106,9 +107,9 @@ def _page_bytes(model: ModelConfig, config: EngineConfig, page_size: int, item: 
 def estimate_step(model: ModelConfig, config: EngineConfig, max_tokens: int, item: int) -> int:
     """Estimate the bytes of a rank's largest step, without weights and K/V; the engine measures them later."""
     m, ranks = model, config.tp
-    mlp = m.experts.top_k * m.experts.intermediate_size if m.experts is not None else m.intermediate_size
-    attention = (2 * m.num_heads + 2 * m.num_kv_heads) * m.head_dim // ranks
-    hidden = max_tokens * item * (3 * m.hidden_size + max(attention, 3 * mlp // ranks))
+    mlp = m.experts.top_k * m.experts.intermediate_size if m.experts is not None else 0
+    widest = max(max((2 * s.heads + 2 * s.kv_heads) * s.head_dim, 3 * max(s.intermediate, mlp)) for s in m.layers)
+    hidden = max_tokens * item * (3 * (m.hidden_size + m.num_layers * m.layer_input_size) + widest // ranks)
     return hidden + config.max_running_requests * m.vocab_size * 3 * 4 // ranks
 
 

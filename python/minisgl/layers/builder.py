@@ -73,11 +73,15 @@ class Parameter:
 
 @dataclass(frozen=True, slots=True)
 class Shard:
-    """This rank's elements [start, stop) of a dimension that has `size` elements in the checkpoint."""
+    """This rank's elements [start, stop) of a dimension that has `size` elements in the checkpoint.
+
+    Rows may be in a parameter in several `copies`, one after the other.
+    """
 
     size: int
     start: int
     stop: int
+    copies: int = 1
 
     @property
     def count(self) -> int:
@@ -206,9 +210,10 @@ def _sources(parts: Mapping[str, Rows], columns: list[Shard]) -> tuple[tuple[Sou
         stored_shape, first = (sum(d.size for d in fused), *(d.size for d in columns)), 0
         for part in fused:
             bounds = [slice(first + part.start, first + part.stop), *(slice(d.start, d.stop) for d in columns)]
-            sources.append(Source(name, stored_shape, tuple(bounds), start))
+            for _ in range(part.copies):
+                sources.append(Source(name, stored_shape, tuple(bounds), start))
+                start += part.count
             first += part.size
-            start += part.count
     return tuple(sources), start
 
 

@@ -6,14 +6,15 @@ from dataclasses import dataclass
 from typing import Final
 
 # Of layers without RoPE there is a type more, "none".
-ROPE_TYPES: Final = ("default", "linear", "llama3", "yarn", "longrope", "dynamic")
+ROPE_TYPES: Final = ("default", "linear", "llama3", "yarn", "longrope", "dynamic", "proportional")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RopeConfig:
     """The parameters of a rotary embedding. Each `type` of ROPE_TYPES reads the fields that it needs.
 
-    It rotates the first `dim` elements of a head; None means all.
+    It rotates the first `dim` elements of a head; None means all. Of proportional RoPE, this part of the frequencies is
+    not 0.
     """
 
     theta: float = 10000.0
@@ -28,6 +29,7 @@ class RopeConfig:
     short_factors: tuple[float, ...] = ()
     attention_factor: float = 1.0
     dim: int | None = None
+    part: float = 1.0
 
 
 NO_ROPE: Final = RopeConfig(type="none")

@@ -19,6 +19,7 @@ def inverse_frequencies(rope: RopeConfig, head_dim: int) -> Tensor:
     - yarn (arXiv:2309.00071) keeps frequencies with more than `beta_fast` rotations in the original context, divides
       those with fewer than `beta_slow`, and blends by index in between; `truncate` rounds the bounds to whole indices.
     - longrope (arXiv:2402.13753) divides frequency i by short_factors[i]; the context ends at the original length.
+    - proportional (Gemma 4) divides by `factor`, and only a `part` of the frequencies, the highest, is not 0.
     - dynamic (NTK-aware) changes theta only beyond max_position_embeddings, where no sequence gets here.
     """
     head_dim = rope.dim or head_dim
@@ -27,7 +28,9 @@ def inverse_frequencies(rope: RopeConfig, head_dim: int) -> Tensor:
     inverse = 1.0 / powers
     if rope.type in ("default", "dynamic"):
         return inverse
-    if rope.type == "linear":
+    if rope.type == "proportional":
+        inverse[int(rope.part * head_dim // 2) :] = 0.0
+    if rope.type in ("linear", "proportional"):
         return inverse / rope.factor
     if rope.type == "longrope":
         return 1.0 / (torch.tensor(rope.short_factors) * powers)

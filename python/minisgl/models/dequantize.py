@@ -434,7 +434,8 @@ def unpacked(stored: dict[str, Stored], flags: ExpertFlags) -> dict[str, Stored]
     found: dict[str, Stored] = {}
     gate, up, down = flags.parts
     suffixes = "|".join(map(re.escape, PACKED_SUFFIXES))
-    names = re.compile(rf"(.*\.{flags.module}\.)({packed.gate_up}|{packed.down})({suffixes})")
+    module = f"{flags.module}." if flags.module else ""
+    names = re.compile(rf"(.*\.{module})({packed.gate_up}|{packed.down})({suffixes})")
     for name, tensor in stored.items():
         match = names.fullmatch(name)
         if match is None or len(tensor.shape) < 2:
@@ -442,7 +443,7 @@ def unpacked(stored: dict[str, Stored], flags: ExpertFlags) -> dict[str, Stored]
             continue
         block, which, suffix = match.groups()
         parts = (down,) if which == packed.down else (gate, up)
-        is_transposed = packed.is_transposed and suffix in ("", ".weight") and len(tensor.shape) == 3
+        is_transposed = _is_transposed(*(stored.get(f"{block}{name}{suffix}") for name in packed[:2]))
         count, rows, *columns = tensor.shape[:1] + tensor.shape[:0:-1] if is_transposed else tensor.shape
         rows //= len(parts)
         step = len(parts) if packed.is_interleaved else 1
@@ -451,6 +452,11 @@ def unpacked(stored: dict[str, Stored], flags: ExpertFlags) -> dict[str, Stored]
             full = f"{block}experts.{expert}.{part}.{PACKED_SUFFIXES[suffix]}"
             found[full] = Stored(tensor.path, data, (rows, *columns), tensor.dtype)
     return found
+
+
+def _is_transposed(up: Stored | None, down: Stored | None) -> bool:
+    """Return whether tensors are [E, H, 2I] and [E, I, H]: the sizes of [E, 2I, H] and [E, H, I] cannot agree so."""
+    return up is not None and down is not None and len(up.shape) == 3 and up.shape[2] == 2 * down.shape[1]
 
 
 _Read = Callable[[_Parts, Quantization], Matrices]

@@ -20,16 +20,16 @@ SIZES: Final = (
 
 
 class Packed(NamedTuple):
-    """The two tensors in the block of experts that have the projections of all of them, [E, 2I, H] and [E, H, I].
+    """The two tensors in the block of experts that have the projections of all of them.
+
+    They are [E, 2I, H] and [E, H, I], or [E, H, 2I] and [E, I, H].
 
     gate_up, down    their names
-    is_transposed    they are [E, H, 2I] and [E, I, H]; blocks of MXFP4 are not
     is_interleaved   the rows of gate and up alternate; else gate is above up
     """
 
     gate_up: str = "experts.gate_up_proj"
     down: str = "experts.down_proj"
-    is_transposed: bool = False
     is_interleaved: bool = False
 
 
@@ -56,6 +56,9 @@ class ExpertFlags:
     gate          how an expert joins gate and up (`ops/reference.py: gate_and_mul`)
     has_bias      whether router and experts have biases
     packed        how a checkpoint stacks all experts of a layer; None if each has its own tensors
+    switch        whether there are experts, or the field that says so
+    softcap_key   the field for a limit of the router's logits
+    is_beside     experts, with a norm and a scale for each as in Gemma 4, are beside the dense MLP of their layer
     """
 
     module: str = "mlp"
@@ -77,6 +80,9 @@ class ExpertFlags:
     gate: str = "silu"
     has_bias: bool = False
     packed: Packed | None = None
+    switch: bool | str = True
+    softcap_key: str = ""
+    is_beside: bool = False
 
 
 MIXTRAL: Final = ExpertFlags(
@@ -137,6 +143,10 @@ class Family:
     without_rope         which layers have no RoPE (`models/positions.py: WITHOUT_ROPE`)
     slides               which layers may have a window (`models/positions.py: SLIDES`); None: no layer
     has_sinks            attention has a learned sink for each head
+    norms_v              heads of v have a norm without weights
+    output_gate          attention's output is multiplied by "softplus" or "sigmoid" of a projection of its input, as
+                         `gating` in config.json says; "" for none
+    has_layer_tail       layers end as those of Gemma 4 (`models/gemma4.py: LayerTail`)
     has_window_switch    these layers have a window only if `use_sliding_window` is true
     activation_key       the field of config.json for the MLP's activation
     refuses              fields of config.json that are supported only if they are null, false or absent
@@ -172,6 +182,9 @@ class Family:
     slides: str | None = None
     has_window_switch: bool = False
     has_sinks: bool = False
+    norms_v: bool = False
+    output_gate: str = ""
+    has_layer_tail: bool = False
     activation_key: str = "hidden_act"
     refuses: tuple[str, ...] = ()
     requires: Mapping[str, float] = field(default_factory=dict)
@@ -229,6 +242,41 @@ GEMMA_2: Final = Family(
         "attn_logit_softcapping": 50.0,
         "final_logit_softcapping": 30.0,
     },
+)
+GEMMA_4: Final = Family(
+    norms=SANDWICH,
+    scales_embedding=True,
+    qk_norm="head",
+    norms_v=True,
+    has_layer_tail=True,
+    slides="gemma 4",
+    activation_key="hidden_activation",
+    options=frozenset({"final_logit_softcapping"}),
+    text_types=("gemma4_text",),
+    defaults={
+        **GEMMA,
+        "query_pre_attn_scalar": 1,
+        "sliding_window": 512,
+        "global_head_dim": 512,
+        "hidden_size_per_layer_input": 256,
+        "vocab_size_per_layer_input": 262144,
+        "rope_theta": 1e6,
+        "rope_local_base_freq": 10000.0,
+        "rope_scaling": {
+            "full_attention": {"rope_type": "proportional", "partial_rotary_factor": 0.25, "rope_theta": 1e6},
+        },
+    },
+    experts=ExpertFlags(
+        module="",
+        router="router.proj",
+        count_keys=("num_experts",),
+        top_k_key="top_k_experts",
+        normalises=True,
+        gate="gelu_tanh",
+        packed=Packed(),
+        switch="enable_moe_block",
+        is_beside=True,
+    ),
 )
 ERNIE: Final = Family(
     qkv_bias="use_bias",
@@ -458,7 +506,9 @@ FAMILIES: Final[Mapping[str, Family]] = MappingProxyType(
             slides="all",
             has_window_switch=True,
             defaults=WINDOW,
-            experts=ExpertFlags(dense="step"),
+            text_types=("qwen3_vl_moe_text",),
+            text_defaults={"norm_topk_prob": True},
+            experts=ExpertFlags(dense="step", packed=Packed()),
         ),
         "MixtralForCausalLM": Family(
             qkv_bias=False,
@@ -493,7 +543,53 @@ FAMILIES: Final[Mapping[str, Family]] = MappingProxyType(
                 normalises=True,
                 gate="clamped",
                 has_bias=True,
-                packed=Packed(is_transposed=True, is_interleaved=True),
+                packed=Packed(is_interleaved=True),
+            ),
+        ),
+        "Gemma4ForCausalLM": GEMMA_4,
+        "Gemma4UnifiedForCausalLM": replace(
+            GEMMA_4,
+            text_types=("gemma4_unified_text",),
+            defaults={**GEMMA_4.defaults, "sliding_window": 1024, "hidden_size_per_layer_input": 0},
+            experts=None,
+        ),
+        "LagunaForCausalLM": Family(
+            qk_norm="head",
+            has_partial_rope=True,
+            output_gate="softplus",
+            slides="if listed",
+            refuses=("moe_apply_router_weight_on_input",),
+            defaults={
+                "head_dim": 128,
+                "sliding_window": 512,
+                "first_k_dense_replace": 1,
+                "shared_expert_intermediate_size": 512,
+                "rope_local_base_freq": 10000.0,
+                "rope_scaling": {
+                    "full_attention": {"rope_theta": 5e5, "partial_rotary_factor": 0.5},
+                },
+            },
+            experts=ExpertFlags(
+                count_keys=("num_experts",),
+                normalises=True,
+                dense="listed",
+                scoring="sigmoid",
+                bias="experts.e_score_correction_bias",
+                scale_key="moe_routed_scaling_factor",
+                softcap_key="moe_router_logit_softcapping",
+                shared="shared_expert",
+                shared_keys=("shared_expert_intermediate_size",),
+            ),
+        ),
+        "GraniteMoeForCausalLM": Family(
+            options=MULTIPLIERS,
+            logit_scale=("logits_scaling", -1),
+            defaults={"attention_multiplier": 1.0},
+            experts=replace(
+                MIXTRAL,
+                router="router.layer",
+                parts=("gate_proj", "up_proj", "down_proj"),
+                packed=Packed("input_linear", "output_linear"),
             ),
         ),
         "Qwen2MoeForCausalLM": Family(

@@ -13,6 +13,7 @@ import torch
 from minisgl.layers.linear import Embedding, LayerNorm, Linear, RMSNorm, Stream
 from minisgl.layers.rotary import cos_sin_table, query_scales
 from minisgl.models.attention import Attention
+from minisgl.models.gemma4 import BesideMLP, LayerInputs, LayerTail
 from minisgl.models.mlp import GatedMLP, PlainMLP, SparseMLP
 from minisgl.ops.deferred import finished
 from minisgl.ops.quantized import Quantized
@@ -40,7 +41,13 @@ class DecoderLayer:
     """
 
     def __init__(
-        self, builder: Builder, config: ModelConfig, index: int, cos_sin: Tensor, q_scale: Tensor | None
+        self,
+        builder: Builder,
+        config: ModelConfig,
+        index: int,
+        cos_sin: Tensor,
+        q_scale: Tensor | None,
+        source: Attention | None = None,
     ) -> None:
         c, name = config, f"model.layers.{index}"
         epsilons = c.norm_eps, c.rms_norm_eps, c.norm_eps, c.rms_norm_eps
@@ -48,17 +55,16 @@ class DecoderLayer:
             None if module is None else make_norm(builder, c, f"{name}.{module}", eps)
             for module, eps in zip(c.family.norms, epsilons, strict=True)
         ]
-        self.self_attn = Attention(builder, c, index, cos_sin, q_scale=q_scale)
-        is_dense = c.experts is None or index in c.experts.dense_layers
-        kind = SparseMLP if not is_dense else GatedMLP if c.family.is_gated else PlainMLP
-        self.mlp = kind(builder, c, index)
+        self.self_attn = Attention(builder, c, index, cos_sin, q_scale=q_scale, source=source)
+        self.mlp = make_mlp(builder, c, index)
+        self._tail = LayerTail(builder, c, index) if c.family.has_layer_tail else None
         self._is_parallel = c.family.is_parallel
         self._sum = builder.comm.sum
 
-    def forward(self, stream: Stream, ctx: Context, keep: Tensor | None) -> Stream:
+    def forward(self, stream: Stream, ctx: Context, keep: Tensor | None, inputs: Tensor | None = None) -> Stream:
         """Return the stream [T, H] for the next layer, or [S, H] with `keep`; may overwrite `stream`.
 
-        `keep` [S] int64 has the tokens that are needed after attention.
+        `keep` [S] int64 has the tokens that are needed after attention. `inputs` [T, size] are the layer's own.
         """
         if self._is_parallel:
             return self._both(stream, ctx, keep)
@@ -66,7 +72,17 @@ class DecoderLayer:
         if keep is not None:
             stream = stream.at(keep)
         stream = self._sum_after_norm(stream, self.norms[1])
-        return self._sum_after_norm(self.mlp.forward(stream, self.norms[2]), self.norms[3])
+        if isinstance(self.mlp, BesideMLP):
+            assert self.norms[2] is not None, "experts beside an MLP need a norm before it"
+            out = self.mlp.sum_forward(stream, self.norms[2])
+        else:
+            out = self.mlp.forward(stream, self.norms[2])
+        if self._tail is None:
+            return self._sum_after_norm(out, self.norms[3])
+        assert self.norms[3] is not None, "the end of a layer follows a norm"
+        x = finished(out.x) if isinstance(self.mlp, BesideMLP) else self._sum(finished(out.x))
+        hidden = self.norms[3].forward(x, finished(out.residual))
+        return self._tail.forward(hidden, inputs if keep is None or inputs is None else inputs.index_select(0, keep))
 
     def _sum_after_norm(self, stream: Stream, norm: Norm | None) -> Stream:
         if norm is None:
@@ -76,12 +92,21 @@ class DecoderLayer:
     def _both(self, stream: Stream, ctx: Context, keep: Tensor | None) -> Stream:
         """Give attention and MLP the same input."""
         assert self.norms[0] is not None, "attention and MLP need a norm before them"
+        assert not isinstance(self.mlp, BesideMLP), "experts beside an MLP follow attention"
         normed, total = self.norms[0].sum_add(stream)
         out = Stream(self.self_attn.forward(Stream(normed), None, ctx).x, total)
         if keep is not None:
             normed, out = normed.index_select(0, keep), out.at(keep)
         added = finished(self.mlp.forward(Stream(normed), None).x)
         return Stream(added.add_(finished(out.x)), out.residual)
+
+
+def make_mlp(builder: Builder, config: ModelConfig, index: int) -> GatedMLP | PlainMLP | SparseMLP | BesideMLP:
+    """Return the feed-forward block of a layer."""
+    experts = config.experts
+    if experts is None or index in experts.dense_layers:
+        return (GatedMLP if config.family.is_gated else PlainMLP)(builder, config, index)
+    return (BesideMLP if experts.flags.is_beside else SparseMLP)(builder, config, index)
 
 
 def make_norm(builder: Builder, config: ModelConfig, name: str, eps: float, scale: float = 1.0) -> Norm:
@@ -94,31 +119,34 @@ def make_norm(builder: Builder, config: ModelConfig, name: str, eps: float, scal
 
 def rope_tables(builder: Builder, config: ModelConfig) -> list[Tensor]:
     """Return the `cos_sin_table` of each layer; layers with the same RoPE share a table."""
-    ropes = config.ropes
-    tables = {
-        rope: cos_sin_table(rope, config.head_dim, config.max_position_embeddings, builder.device)
-        for rope in dict.fromkeys(ropes)
-    }
-    return [tables[rope] for rope in ropes]
+    kinds = [(rope, layer.head_dim) for rope, layer in zip(config.ropes, config.layers, strict=True)]
+    length, device = config.max_position_embeddings, builder.device
+    tables = {kind: cos_sin_table(*kind, length, device) for kind in dict.fromkeys(kinds)}
+    return [tables[kind] for kind in kinds]
 
 
 class LlamaModel:
     """The decoder without its head. Callers apply the last norm."""
 
-    def __init__(self, embed_tokens: Embedding, layers: Sequence[DecoderLayer], norm: Norm) -> None:
+    def __init__(
+        self, embed_tokens: Embedding, layers: Sequence[DecoderLayer], norm: Norm, inputs: LayerInputs | None = None
+    ) -> None:
         self.embed_tokens = embed_tokens
+        self.inputs = inputs
         self.layers = layers
         self.norm = norm
 
     def forward(self, input_ids: Tensor, ctx: Context) -> Stream:
         """Return the last hidden states [S, H] of `ctx.batch.logit_tokens`."""
         stream = Stream(self.embed_tokens.summed(input_ids))
+        inputs = None if self.inputs is None else self.inputs.summed(input_ids, finished(stream.x))
         logit_tokens = ctx.batch.logit_tokens
         # `logit_tokens` is ascending, so equal lengths mean all tokens.
         keep = logit_tokens if len(logit_tokens) != len(input_ids) else None
         last = len(self.layers) - 1
         for i, layer in enumerate(self.layers):
-            stream = layer.forward(stream, ctx, keep if i == last else None)
+            own = None if inputs is None else inputs[i]
+            stream = layer.forward(stream, ctx, keep if i == last else None, own)
             if i in ctx.taps:
                 ctx.taps[i] = self.norm.sum_add(stream.each(torch.Tensor.clone))[1]
         return stream
@@ -136,11 +164,15 @@ class LlamaForCausalLM:
         if c.family.scales_embedding:  # as Gemma was trained
             scale = float(torch.tensor(scale, dtype=builder.dtype))
         name = f"model.{c.family.names.get('norm', 'norm')}"
-        self.model = LlamaModel(
-            Embedding(builder, "model.embed_tokens", c.vocab_size, c.hidden_size, scale=scale),
-            [DecoderLayer(builder, c, i, table, scales) for i, table in enumerate(rope_tables(builder, c))],
-            make_norm(builder, c, name, c.norm_eps, c.logit_scale),
-        )
+        embedding = Embedding(builder, "model.embed_tokens", c.vocab_size, c.hidden_size, scale=scale)
+        inputs = LayerInputs(builder, c) if c.layer_input_size else None
+        layers: list[DecoderLayer] = []
+        for i, table in enumerate(rope_tables(builder, c)):
+            kv_of = c.layers[i].kv_of
+            source = None if kv_of is None else layers[kv_of].self_attn
+            layers.append(DecoderLayer(builder, c, i, table, scales, source))
+        norm = make_norm(builder, c, name, c.norm_eps, c.logit_scale)
+        self.model = LlamaModel(embedding, layers, norm, inputs)
         tied = self.model.embed_tokens.weight if config.tie_word_embeddings else None
         shard = builder.balanced_shard(config.vocab_size)  # the same as the embedding's
         self.lm_head = Linear(builder, {"lm_head": shard}, config.hidden_size, bias=c.family.head_bias, tied=tied)

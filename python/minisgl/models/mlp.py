@@ -7,9 +7,10 @@ from typing import TYPE_CHECKING
 import torch
 from torch.nn import functional as F
 
+from minisgl.layers.builder import Init
 from minisgl.layers.linear import Linear, Stream
 from minisgl.ops.deferred import finished
-from minisgl.ops.reference import ACTIVATIONS, Experts, chosen_scores
+from minisgl.ops.reference import ACTIVATIONS, Experts, chosen_scores, soft_cap
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -28,7 +29,7 @@ class GatedMLP:
         """`module` is its name in the layer, `size` its intermediate size, by default the model's."""
         c, name = config, f"model.layers.{index}.{module}"
         self.activation = c.activation
-        shard = builder.shard(size or c.intermediate_size, "intermediate features")
+        shard = builder.shard(size or c.layers[index].intermediate, "intermediate features")
         gate_up: dict[str, Rows] = {f"{name}.gate_proj": shard, f"{name}.up_proj": shard}
         if "gate_up" in c.family.fused:
             gate_up = {f"{name}.gate_up_proj": (shard, shard)}
@@ -51,7 +52,7 @@ class PlainMLP:
         c, name = config, f"model.layers.{index}.mlp"
         up, down = (f"{name}.{c.family.names.get(part, part)}" for part in ("up_proj", "down_proj"))
         self._activation = ACTIVATIONS[c.activation]
-        shard = builder.shard(c.intermediate_size, "intermediate features")
+        shard = builder.shard(c.layers[index].intermediate, "intermediate features")
         self.up_proj = Linear(builder, {up: shard}, c.hidden_size, bias=c.mlp_bias)
         self.down_proj = Linear(builder, {down: c.hidden_size}, shard, bias=c.mlp_bias)
 
@@ -72,7 +73,7 @@ class SparseMLP:
         assert config.experts is not None, "the model has no experts"
         self.experts, hidden_size = config.experts, config.hidden_size
         e, count, flags = self.experts, self.experts.count, self.experts.flags
-        name = f"model.layers.{index}.{flags.module}"
+        name = f"model.layers.{index}" + (f".{flags.module}" if flags.module else "")
         gate, up, down = flags.parts
         experts = [f"{name}.experts.{e}" for e in range(count)]
         self._is_plain = flags.scoring == "softmax" and not flags.bias
@@ -105,13 +106,18 @@ class SparseMLP:
             up_bias,
             down_bias,
             flags.gate,
+            builder.parameter({f"{name}.router.per_expert_scale": count}, init=Init.ONES) if flags.is_beside else None,
         )
         self._moe = builder.ops.moe
 
     def forward(self, stream: Stream, norm: Norm | None) -> Stream:
         """Return what `GatedMLP.forward` does."""
         normed, total = (finished(stream.x),) * 2 if norm is None else norm.sum_add(stream)
-        logits, factor = self._route(normed)
+        return Stream(self.mix(normed, normed), total)
+
+    def mix(self, normed: Tensor, routed: Tensor) -> Tensor:
+        """Return this rank's part of the block's output for its inputs, and those of the router, each [T, H]."""
+        logits, factor = self._route(routed)
         out = self._moe(normed, logits, self.weights)
         if isinstance(factor, torch.Tensor) or factor != 1.0:
             out = (out * factor).to(out.dtype)
@@ -120,7 +126,7 @@ class SparseMLP:
             if self._shared_gate is not None:
                 shared = finished(self._shared_gate.forward(normed)).sigmoid() * shared
             out = out + shared
-        return Stream(out, total)
+        return out
 
     def _route(self, x: Tensor) -> tuple[Tensor, Tensor | float]:
         """Return logits for `moe`, and a factor of its result, a number or [T, 1]."""
@@ -128,6 +134,11 @@ class SparseMLP:
         if self._is_plain:
             return finished(self.router.forward(x)), e.scale
         scores = chosen_scores(
-            F.linear(x.float(), self._scorer), self._bias.view(-1), e.flags.scoring, e.top_k, e.groups, e.top_groups
+            soft_cap(F.linear(x.float(), self._scorer), e.softcap),
+            self._bias.view(-1),
+            e.flags.scoring,
+            e.top_k,
+            e.groups,
+            e.top_groups,
         )
         return scores.log(), e.scale if e.normalise else e.scale * scores.sum(1, keepdim=True)

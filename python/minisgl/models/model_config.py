@@ -13,7 +13,9 @@ from minisgl.core.layout import FULL, WINDOW
 from minisgl.core.specs import GroupedQuery
 from minisgl.layers.rope import NO_ROPE
 from minisgl.models.families import FAMILIES, SOFTCAPS, ExpertFlags, Family
+from minisgl.models.layer_sizes import LayerSizes, read_layers
 from minisgl.models.positions import (
+    count,
     number,
     read_dense_layers,
     read_layers_without_rope,
@@ -28,6 +30,7 @@ if TYPE_CHECKING:
     from minisgl.layers.rope import RopeConfig
 
 DEFAULTS: Final = {"rms_norm_eps": 1e-6, "rope_theta": 10000.0}  # transformers' defaults, unless a family has its own
+KNOWN: Final = f"{', '.join(name.removesuffix('ForCausalLM') for name in FAMILIES)} (each with ForCausalLM)"
 LARGE: Final = 2**26  # weights: 256 MB in float32
 MAX_LAYERS: Final = 4096  # more are a mistake or an attack on memory
 ACTIVATIONS: Final = {"silu": "silu", "swish": "silu", "gelu_pytorch_tanh": "gelu_tanh"}
@@ -42,6 +45,7 @@ class ExpertsConfig:
 
     With `normalise`, the weights of a token's experts are divided by their sum. `scale` multiplies the sum of experts.
     A token chooses from the `top_groups` best of `groups` groups. An MLP of `shared_size` is for all tokens; 0: none.
+    The router's logits have a limit `softcap`, or none if it is 0.
     """
 
     count: int
@@ -53,6 +57,7 @@ class ExpertsConfig:
     top_groups: int
     scale: float
     shared_size: int
+    softcap: float
     flags: ExpertFlags
 
 
@@ -60,22 +65,20 @@ class ExpertsConfig:
 class ModelConfig:
     """The configuration of a decoder. Sizes count elements; `dtype` is the checkpoint's ("bfloat16", ...).
 
-    `family` has the differences between architectures. `windows` has the window of each layer, or None. Layers with a
-    window use `window_rope`, the others `rope`, except `layers_without_rope`. Attention scores are multiplied by
-    `attention_scale`; None means 1 / sqrt(head_dim). The norms before blocks and the last one have the epsilon
-    `norm_eps`, others `rms_norm_eps`. `embedding_scale` and `logit_scale` multiply embeddings and logits. Scores and
-    logits have a limit `softcap` and `logit_softcap`, or none if it is 0. `query_scaling` is (beta, original length) of
-    `layers/rotary.py: query_scales`.
+    `layers` has the sizes of each; those of the first are properties, too. `family` has the differences between
+    architectures. `windows` has the window of each layer, or None. Layers with a window use `window_rope`, the others
+    `rope`, except `layers_without_rope`. Attention scores are multiplied by `attention_scale`; None means
+    1 / sqrt(head_dim). The norms before blocks and the last one have the epsilon `norm_eps`, others `rms_norm_eps`.
+    `embedding_scale` and `logit_scale` multiply embeddings and logits. Scores and logits have a limit `softcap` and
+    `logit_softcap`, or none if it is 0. `query_scaling` is (beta, original length) of `layers/rotary.py: query_scales`.
+    Each layer of Gemma 4 may have an embedding of `layer_input_size` of its own, for `layer_input_vocab` tokens; 0:
+    none. `output_gate` is that of attention: for each "head" or "element"; "" for none.
     """
 
     architecture: str
     vocab_size: int
     hidden_size: int
-    intermediate_size: int
-    num_layers: int
-    num_heads: int
-    num_kv_heads: int
-    head_dim: int
+    layers: tuple[LayerSizes, ...]
     rms_norm_eps: float
     norm_eps: float
     embedding_scale: float
@@ -95,6 +98,9 @@ class ModelConfig:
     o_bias: bool
     mlp_bias: bool
     qk_norm: str
+    output_gate: str
+    layer_input_size: int
+    layer_input_vocab: int
     experts: ExpertsConfig | None
     dtype: str
     quantization: Quantization | None = None
@@ -106,6 +112,26 @@ class ModelConfig:
         return FAMILIES[self.architecture]
 
     @property
+    def num_layers(self) -> int:
+        return len(self.layers)
+
+    @property
+    def num_heads(self) -> int:
+        return self.layers[0].heads
+
+    @property
+    def num_kv_heads(self) -> int:
+        return self.layers[0].kv_heads
+
+    @property
+    def head_dim(self) -> int:
+        return self.layers[0].head_dim
+
+    @property
+    def intermediate_size(self) -> int:
+        return self.layers[0].intermediate
+
+    @property
     def ropes(self) -> list[RopeConfig]:
         """The RoPE of each layer."""
         ropes = (self.rope if window is None else self.window_rope for window in self.windows)
@@ -113,11 +139,12 @@ class ModelConfig:
 
     def mixer(self, layer: int, info: DistributedInfo) -> GroupedQuery:
         """Return how a layer attends on one rank. Raises `ConfigError` if ranks cannot divide its heads."""
+        sizes = self.layers[layer]
         return GroupedQuery(
-            heads=len(info.shard(self.num_heads, "attention heads")),
-            kv_heads=len(info.shard_or_replicate(self.num_kv_heads, "KV heads")),
-            head_dim=self.head_dim,
-            scale=self.head_dim**-0.5 if self.attention_scale is None else self.attention_scale,
+            heads=len(info.shard(sizes.heads, "attention heads")),
+            kv_heads=len(info.shard_or_replicate(sizes.kv_heads, "KV heads")),
+            head_dim=sizes.head_dim,
+            scale=sizes.head_dim**-0.5 if self.attention_scale is None else self.attention_scale,
             window=self.windows[layer],
             softcap=self.softcap,
             has_sinks=self.family.has_sinks,
@@ -140,7 +167,8 @@ class ModelConfig:
         """The number of weights that stay in 16 or 32 bits when projections are quantized."""
         e = self.experts
         routers = 0 if e is None else (self.num_layers - len(e.dense_layers)) * e.count
-        return (routers + (1 if self.tie_word_embeddings else 2) * self.vocab_size) * self.hidden_size
+        inputs = self.num_layers * self.layer_input_size * (self.layer_input_vocab + 3 * self.hidden_size)
+        return (routers + (1 if self.tie_word_embeddings else 2) * self.vocab_size) * self.hidden_size + inputs
 
     @property
     def num_expert_weights(self) -> int:
@@ -152,12 +180,16 @@ class ModelConfig:
     @property
     def num_projections(self) -> int:
         """The number of weights of attention's projections and of dense MLPs."""
-        attention = 2 * self.hidden_size * self.head_dim * (self.num_heads + self.num_kv_heads)
-        dense = (2 + self.family.is_gated) * self.hidden_size * self.intermediate_size
-        e = self.experts
-        num_dense = self.num_layers if e is None else len(e.dense_layers)
-        shared = 0 if e is None else (self.num_layers - num_dense) * 3 * self.hidden_size * e.shared_size
-        return self.num_layers * attention + num_dense * dense + shared
+        e, features = self.experts, 0
+        for i, layer in enumerate(self.layers):
+            gate = {"": 0, "head": 1, "element": layer.head_dim}[self.output_gate]
+            features += layer.heads * (2 * layer.head_dim + gate)
+            features += (0 if layer.kv_of is not None else 2 - layer.is_v_k) * layer.kv_heads * layer.head_dim
+            if e is None or i in e.dense_layers or e.flags.is_beside:
+                features += (2 + self.family.is_gated) * layer.intermediate
+            if e is not None and i not in e.dense_layers:
+                features += 3 * e.shared_size
+        return features * self.hidden_size
 
     @property
     def is_large_bfloat16(self) -> bool:
@@ -173,23 +205,15 @@ class ModelConfig:
         config = {**DEFAULTS, **family.defaults, **(family.text_defaults if is_text_part else {}), **config}
         _refuse_unsupported(config, family)
         hidden_size = size(config, "hidden_size")
-        num_heads = size(config, "num_attention_heads")
-        num_kv_heads = size(config, "num_key_value_heads", default=num_heads)
-        if num_heads % num_kv_heads:
-            raise ConfigError(f"{num_heads} attention heads cannot share {num_kv_heads} KV heads evenly")
-        if config.get("head_dim") is None and hidden_size % num_heads:
-            raise ConfigError(
-                f"head_dim is absent and hidden_size {hidden_size} is not a multiple of {num_heads} heads"
-            )
-        head_dim = size(config, "head_dim", default=hidden_size // num_heads)
-        if head_dim % 2:
-            raise ConfigError(f"head_dim {head_dim} is odd, so rotary embeddings cannot halve it")
+        num_layers = size(config, "num_hidden_layers", maximum=MAX_LAYERS)
+        windows = read_windows(config, num_layers, family.slides, family.has_window_switch)
+        layers = read_layers(config, windows)
+        head_dim = layers[0].head_dim
         if family.has_partial_rope and "rotary_dim" in config:  # as in MiniMax-M2's checkpoints
             config.setdefault("partial_rotary_factor", size(config, "rotary_dim") / head_dim)
         max_positions = hf.max_model_len(config)
-        num_layers = size(config, "num_hidden_layers", maximum=MAX_LAYERS)
-        rope, window_rope = read_ropes(config, head_dim)
-        windows = read_windows(config, num_layers, family.slides, family.has_window_switch)
+        dims = {window is None: layer.head_dim for window, layer in zip(windows, layers, strict=True)}
+        rope, window_rope = read_ropes(config, (dims.get(True, head_dim), dims.get(False, head_dim)))
         layers_without_rope = read_layers_without_rope(config, windows, family.without_rope)
         if rope == window_rope and not layers_without_rope:  # a window as long as the context is no window
             windows = tuple(None if window is None or window >= max_positions else window for window in windows)
@@ -211,11 +235,7 @@ class ModelConfig:
             architecture=architecture,
             vocab_size=size(config, "vocab_size"),
             hidden_size=hidden_size,
-            intermediate_size=size(config, "intermediate_size"),
-            num_layers=num_layers,
-            num_heads=num_heads,
-            num_kv_heads=num_kv_heads,
-            head_dim=head_dim,
+            layers=layers,
             rms_norm_eps=eps,
             norm_eps=eps / residual**2,
             embedding_scale=embedding / residual,
@@ -235,7 +255,10 @@ class ModelConfig:
             o_bias=_flag(config, family.o_bias),
             mlp_bias=_flag(config, family.mlp_bias),
             qk_norm=family.qk_norm if family.qk_norm_key is None or config.get(family.qk_norm_key) else "",
-            experts=_experts(config, num_layers, family.experts) if family.experts is not None else None,
+            output_gate=_output_gate(config, family),
+            layer_input_size=count(config, "hidden_size_per_layer_input") if family.has_layer_tail else 0,
+            layer_input_vocab=size(config, "vocab_size_per_layer_input") if family.has_layer_tail else 0,
+            experts=_experts(config, num_layers, family.experts),
             quantization=read_quantization(config),
             is_text_part=is_text_part,
             dtype=str(config.get("dtype") or config.get("torch_dtype") or "float32").removeprefix("torch."),
@@ -245,7 +268,7 @@ class ModelConfig:
 def _architecture(config: dict[str, Any]) -> str:
     names = config.get("architectures")
     if not isinstance(names, list) or len(names) != 1 or not isinstance(names[0], str):
-        raise ConfigError(f"config.json has architectures={names!r:.60}; it must name one of {', '.join(FAMILIES)}")
+        raise ConfigError(f"config.json has architectures={names!r:.60}; it must name one of {KNOWN}")
     name = names[0]
     if name in FAMILIES:
         return name
@@ -256,11 +279,21 @@ def _architecture(config: dict[str, Any]) -> str:
             return found
         kinds = ", ".join(kind for family in FAMILIES.values() for kind in family.text_types)
         raise ConfigError(f"the text part of {name:.60} is a {kind!r:.60}, which is not supported; supported: {kinds}")
-    raise ConfigError(f"model architecture {name:.60} is not supported; supported: {', '.join(FAMILIES)}")
+    raise ConfigError(f"model architecture {name:.60} is not supported; supported: {KNOWN}")
 
 
 def _flag(config: dict[str, Any], value: bool | str) -> bool:
     return bool(config.get(value)) if isinstance(value, str) else value
+
+
+def _output_gate(config: dict[str, Any], family: Family) -> str:
+    if not family.output_gate:
+        return ""
+    kinds = {True: "head", "per-head": "head", "per-element": "element"}
+    gating = config.get("gating", True)
+    if not isinstance(gating, bool | str) or gating not in kinds:
+        raise ConfigError(f"gating={gating!r:.60} is not supported; supported: {', '.join(map(str, kinds))}")
+    return kinds[gating]
 
 
 def _refuse_unsupported(config: dict[str, Any], family: Family) -> None:
@@ -273,7 +306,7 @@ def _refuse_unsupported(config: dict[str, Any], family: Family) -> None:
     for field, only in family.requires.items():
         if config.get(field, only) != only:
             raise ConfigError(f"{field}={config[field]!r:.60} is not supported; only {only} is")
-    if config.get("use_bidirectional_attention") or config.get("is_causal") is False:
+    if config.get("use_bidirectional_attention") not in (None, False, "vision") or config.get("is_causal") is False:
         raise ConfigError("bidirectional attention is not supported; only causal attention is")
     scaling = config.get("rope_parameters") or config.get("rope_scaling")
     for fields in (config, *([scaling] if isinstance(scaling, dict) else [])):
@@ -284,14 +317,17 @@ def _refuse_unsupported(config: dict[str, Any], family: Family) -> None:
 def _activation(config: dict[str, Any], family: Family) -> str:
     activation = config.get(family.activation_key, "silu")
     names = ACTIVATIONS if family.is_gated else UNGATED
-    known = [name for name, ours in names.items() if family.experts is None or ours == "silu"]
+    gate = None if family.experts is None else {"clamped": "silu"}.get(family.experts.gate, family.experts.gate)
+    known = [name for name, ours in names.items() if gate is None or ours == gate]
     if activation not in known:
         raise ConfigError(f"{family.activation_key} {activation!r} is not supported; supported: {', '.join(known)}")
     return names[activation]
 
 
-def _experts(config: dict[str, Any], num_layers: int, flags: ExpertFlags) -> ExpertsConfig:
-    """Read the mixture of experts."""
+def _experts(config: dict[str, Any], num_layers: int, flags: ExpertFlags | None) -> ExpertsConfig | None:
+    """Read the mixture of experts, if there is one."""
+    if flags is None or not _flag(config, flags.switch):
+        return None
     given = {key: config[key] for key in flags.count_keys if config.get(key) is not None}
     if len({*map(repr, given.values())}) > 1:
         raise ConfigError(f"config.json has {' but '.join(f'{key}={value!r}' for key, value in given.items())}")
@@ -313,5 +349,6 @@ def _experts(config: dict[str, Any], num_layers: int, flags: ExpertFlags) -> Exp
         top_groups=top_groups,
         scale=number(config, flags.scale_key, 1.0) if flags.scale_key else 1.0,
         shared_size=math.prod(size(config, key) for key in flags.shared_keys) if all(shared) and shared else 0,
+        softcap=number(config, flags.softcap_key) if config.get(flags.softcap_key) else 0.0,
         flags=flags,
     )

@@ -26,8 +26,10 @@ SLIDES: Final[Mapping[str, Callable[[dict[str, Any], int], bool]]] = MappingProx
     {
         "all": lambda config, i: True,
         "listed": lambda config, i: True,  # unless `layer_types` says otherwise
+        "if listed": lambda config, i: False,
         "last": _is_last,
         "even, not last": lambda config, i: i % 2 == 0 and not _is_last(config, i),
+        "gemma 4": lambda config, i: (i + 1) % 6 != 0 and i + 1 != size(config, "num_hidden_layers"),
         "not first of 4": lambda config, i: i % 4 != 0,
         "pattern": lambda config, i: (i + 1) % size(config, "sliding_window_pattern") != 0,  # all but every n-th layer
     }
@@ -74,11 +76,12 @@ def _every_step_but(config: dict[str, Any], i: int) -> bool:
 
 def _outside_of_interval(config: dict[str, Any], i: int) -> bool:
     last = config.get("moe_layer_end_index", -1)
-    is_after = last != -1 and i > _count(config, "moe_layer_end_index")
-    return (i + 1) % size(config, "moe_layer_interval") != 0 or i < _count(config, "moe_layer_start_index") or is_after
+    is_after = last != -1 and i > count(config, "moe_layer_end_index")
+    return (i + 1) % size(config, "moe_layer_interval") != 0 or i < count(config, "moe_layer_start_index") or is_after
 
 
-def _count(config: dict[str, Any], key: str) -> int:
+def count(config: dict[str, Any], key: str) -> int:
+    """Return a field that counts layers, 0 if it is null or absent. Raises `ConfigError` otherwise."""
     value = config.get(key) or 0
     if not isinstance(value, int) or isinstance(value, bool) or value < 0:
         raise ConfigError(f"config.json has {key}={value!r:.60}; a number of layers is needed")
@@ -88,7 +91,7 @@ def _count(config: dict[str, Any], key: str) -> int:
 def _listed_as_dense(config: dict[str, Any], i: int) -> bool:
     kinds = config.get("mlp_layer_types")
     if kinds is None:
-        return i < _count(config, "first_k_dense_replace")
+        return i < count(config, "first_k_dense_replace")
     if not isinstance(kinds, list) or i >= len(kinds):
         raise ConfigError(f"config.json has mlp_layer_types={kinds!r:.60}; a kind for each layer is needed")
     return bool(kinds[i] == "dense")
@@ -98,7 +101,7 @@ def _listed_as_dense(config: dict[str, Any], i: int) -> bool:
 DENSE: Final[Mapping[str, Callable[[dict[str, Any], int], bool]]] = MappingProxyType(
     {
         "step": _every_step_but,
-        "first": lambda config, i: i < _count(config, "first_k_dense_replace"),
+        "first": lambda config, i: i < count(config, "first_k_dense_replace"),
         "listed": _listed_as_dense,
         "interval": _outside_of_interval,
     }
@@ -147,8 +150,10 @@ def read_query_scaling(config: dict[str, Any]) -> tuple[float, int] | None:
     return number(scaling, "llama_4_scaling_beta"), size(scaling, "original_max_position_embeddings")
 
 
-def read_ropes(config: dict[str, Any], head_dim: int) -> tuple[RopeConfig, RopeConfig]:
+def read_ropes(config: dict[str, Any], head_dims: tuple[int, int]) -> tuple[RopeConfig, RopeConfig]:
     """Return the RoPE of layers without a window, and of those with one. Raises `ConfigError` if one is unsupported.
+
+    `head_dims` are the sizes of their heads.
 
     Reads `rope_parameters` (transformers 5), or `rope_theta` and `rope_scaling` (transformers 4). Layers with a window
     have a different RoPE only in families with `rope_local_base_freq`, which transformers 5 writes as parameters for
@@ -158,15 +163,14 @@ def read_ropes(config: dict[str, Any], head_dim: int) -> tuple[RopeConfig, RopeC
     if not isinstance(scaling, dict):
         raise ConfigError(f"config.json has rope parameters {scaling!r}; an object is needed")
     if "rope_local_base_freq" not in config:
-        rope = _rope(config, scaling, head_dim)
-        return rope, rope
+        return _rope(config, scaling, head_dims[0]), _rope(config, scaling, head_dims[1])
     local_theta = {"rope_theta": number(config, "rope_local_base_freq")}
     full: dict[str, Any] = scaling
     local: dict[str, Any] = {}
     if scaling.keys() & {FULL, SLIDING}:
         full, local = scaling.get(FULL) or {}, scaling.get(SLIDING) or {}
     is_dict = isinstance(local, dict)
-    return _rope(config, full, head_dim), _rope(config, local_theta | local if is_dict else local, head_dim)
+    return _rope(config, full, head_dims[0]), _rope(config, local_theta | local if is_dict else local, head_dims[1])
 
 
 def _rope(config: dict[str, Any], scaling: dict[str, Any], head_dim: int) -> RopeConfig:
@@ -182,7 +186,10 @@ def _rope(config: dict[str, Any], scaling: dict[str, Any], head_dim: int) -> Rop
         raise ConfigError(f"rope type {kind!r} is not supported yet; supported: {', '.join(ROPE_TYPES)}")
     theta = number(scaling if "rope_theta" in scaling else config, "rope_theta")
     fields = scaling if "partial_rotary_factor" in scaling else config
-    dim = int(head_dim * number(fields, "partial_rotary_factor", 1.0))
+    part = number(fields, "partial_rotary_factor", 1.0)
+    if kind == "proportional":
+        return RopeConfig(theta=theta, type=kind, factor=number(scaling, "factor", 1.0), part=min(part, 1.0))
+    dim = int(head_dim * part)
     if dim < 2 or dim % 2 or dim > head_dim:
         raise ConfigError(f"partial_rotary_factor lets {dim} of {head_dim} elements of a head rotate")
     rope = _scaled_rope(config, scaling, kind, theta, max_positions, dim)

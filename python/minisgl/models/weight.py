@@ -58,6 +58,7 @@ NAMES_SHOWN: Final = 5
 
 # Modules around a decoder and its layers, from training or a larger model.
 WRAPPER: Final = re.compile(r"((base|pretrained|language)_)?model|module|_orig_mod|_\w+_wrapped_module")
+IN_MODEL: Final = re.compile(r"(embed_tokens|layers|norm|final_layernorm|embed_tokens_per_layer|per_layer_\w+)\.")
 # Tensors that no parameter needs -> whether the model computes the same without this one.
 HARMLESS: Final[Mapping[str, Callable[[Stored], bool]]] = {
     r"(^|\.)rotary_emb\.(\w*inv_freq|cos_cached|sin_cached)$|attn\.masked_bias$|\.wf$": lambda constant: True,
@@ -134,6 +135,9 @@ def load_model(
         model = build(stored_format)
         _check_target_format(model.parameters, target_format)
         ignored = {HEAD} if config.tie_word_embeddings else set()
+        readers = [i for i, sizes in enumerate(config.layers) if sizes.kv_of is not None]
+        own = ("k_proj", "v_proj", "k_norm", "v_norm")  # of layers that read another's keys and values
+        ignored |= {f"model.layers.{i}.self_attn.{module}.weight" for i in readers for module in own}
         fill(stored, model.parameters, ignored, device, progress, rounding=ops.rounded, logs=comm.info.rank == 0)
     return model
 
@@ -166,7 +170,7 @@ def open_checkpoint(
     stored: dict[str, Stored] = {}
     for name, tensor in open_all(files, stack).items():
         full = ".".join(part for part in name.split(".") if not WRAPPER.fullmatch(part))
-        full = f"model.{full}" if full.startswith(("embed_tokens.", "layers.", "norm.", "final_layernorm.")) else full
+        full = f"model.{full}" if IN_MODEL.match(full) else full
         if full in stored:
             raise ConfigError(f"tensor {full} is in {tensor.path.parent} under two names, one of which is {name}")
         stored[full] = tensor

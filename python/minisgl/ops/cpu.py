@@ -63,6 +63,8 @@ def norm_rope_store(
 
     Overwrites `qkv`.
     """
+    if heads.reads:
+        return reference.norm_rope_store(qkv, heads, positions, pages, out_loc)
     num_kv_heads, page_size, head_dim = pages.shape[2:]
     num_tokens = len(qkv)
     qkv_heads = qkv.view(num_tokens, qkv.shape[1] // head_dim, head_dim)
@@ -73,6 +75,9 @@ def norm_rope_store(
         qk[:, :num_heads].mul_(heads.q_weight)
         qk[:, num_heads:].mul_(heads.k_weight)
         qk = qk.to(qkv.dtype)
+    if heads.norms_v:
+        v = qkv_heads[:, -num_kv_heads:]
+        v.copy_(F.rms_norm(v.float(), (head_dim,), None, heads.eps))
     halves = qk.view(num_tokens, -1, 2, head_dim // 2)
     angles = heads.cos_sin.index_select(0, positions).view(num_tokens, 1, 2, head_dim // 2)
     cos, sin = angles[:, :, 0], angles[:, :, 1]

@@ -117,7 +117,7 @@ class Experts(NamedTuple):
     """The experts of a layer, of which each token has `top_k`.
 
     gate_up [E, 2I, H] is gate above up, down [E, H, I]; their biases are [E, 2I] and [E, H]. `normalise` is as in
-    `moe`, and `gate` as in `gate_and_mul`.
+    `moe`, and `gate` as in `gate_and_mul`. `scale` [E] multiplies the experts' weights.
     """
 
     gate_up: Tensor | Quantized
@@ -127,6 +127,7 @@ class Experts(NamedTuple):
     gate_up_bias: Tensor | None = None
     down_bias: Tensor | None = None
     gate: str = "silu"
+    scale: Tensor | None = None
 
 
 def moe(x: Tensor, router_logits: Tensor, experts: Experts, *, linear: Callable[..., Tensor] = linear) -> Tensor:
@@ -137,11 +138,13 @@ def moe(x: Tensor, router_logits: Tensor, experts: Experts, *, linear: Callable[
     expert is selected. The sum is in float32, the most probable expert first, so the rest of the batch affects a
     token's result only as the number of rows affects a GEMM. A table passes its own `linear`.
     """
-    gate_up, down, top_k, normalise, *biases, gate = experts
+    gate_up, down, top_k, normalise, *biases, gate, scale = experts
     chosen = router_logits.sort(dim=-1, descending=True, stable=True).indices[:, :top_k]
     weights = router_logits.softmax(-1, dtype=torch.float32).gather(-1, chosen)  # [T, top_k]
     if normalise:
         weights = weights / weights.sum(-1, keepdim=True)
+    if scale is not None:
+        weights = weights * scale[chosen]
     # Pair i is expert i % top_k of token i // top_k. Sorted by expert, the pairs of one expert are one GEMM.
     pairs = chosen.flatten()
     order = pairs.argsort(stable=True)
@@ -210,7 +213,8 @@ class HeadTransform:
     """What a layer has for the heads of q and k: an optional norm with weights [D], then RoPE.
 
     Either both q and k have a norm or neither has. `cos_sin` is as in `rope`. After it, q is multiplied by `q_scale`
-    [max position] float32 at its position. `sinks` [Hq] float32 are as in `paged_attention`.
+    [max position] float32 at its position. `sinks` [Hq] float32 are as in `paged_attention`. With `norms_v`, heads of v
+    have a norm without weights. If it only `reads`, the layer has no k and v of its own.
     """
 
     q_weight: Tensor | None
@@ -219,22 +223,29 @@ class HeadTransform:
     cos_sin: Tensor
     q_scale: Tensor | None = None
     sinks: Tensor | None = None
+    norms_v: bool = False
+    reads: bool = False
 
 
 def norm_rope_store(qkv: Tensor, heads: HeadTransform, positions: Tensor, pages: Pages, out_loc: Tensor) -> Tensor:
     """Do everything between the QKV projection and attention: per-head norm, rotary embedding, K/V storage.
 
-    qkv [T, (Hq + 2 Hk) D] has q, k and v heads in this order. With weights, each head of q and k is normalised by
-    `rms_norm` first. k and v are stored as in `store_kv`. Returns q [T, Hq, D], with `q_scale` in it. May overwrite
-    `qkv`.
+    qkv [T, (Hq + 2 Hk) D] has q, k and v heads in this order, or q alone if the layer only reads. With weights, each
+    head of q and k is normalised by `rms_norm` first. k and v are stored as in `store_kv`. Returns q [T, Hq, D], with
+    `q_scale` in it. May overwrite `qkv`.
     """
-    num_kv_heads, head_dim = pages.shape[2], pages.shape[4]
+    num_kv_heads, head_dim = 0 if heads.reads else pages.shape[2], pages.shape[4]
     num_heads = qkv.shape[1] // head_dim - 2 * num_kv_heads
     q, k, v = torch.split(qkv.view(len(qkv), -1, head_dim), [num_heads, num_kv_heads, num_kv_heads], dim=1)
-    if heads.q_weight is not None and heads.k_weight is not None:
-        q, k = rms_norm(q, heads.q_weight, heads.eps), rms_norm(k, heads.k_weight, heads.eps)
+    if heads.q_weight is not None:
+        q = rms_norm(q, heads.q_weight, heads.eps)
+    if heads.k_weight is not None:
+        k = rms_norm(k, heads.k_weight, heads.eps)
+    if heads.norms_v:
+        v = F.rms_norm(v.float(), (head_dim,), None, heads.eps).to(v.dtype)
     q, k = rope(q, k, heads.cos_sin, positions)
-    store_kv(k, v, pages, out_loc)
+    if not heads.reads:
+        store_kv(k, v, pages, out_loc)
     return q if heads.q_scale is None else (q * heads.q_scale[positions.long(), None, None]).to(q.dtype)
 
 

@@ -95,7 +95,7 @@ def run(
     config = build_config(SchedulerConfig, settings)
     spec = replace(resolve(config.engine, "cpu"), host_kv=host_kv)  # which is refused on a CPU, where it gains nothing
     windows = (*[None] * (1 + recurs), window)
-    model = replace(spec.model, num_layers=len(windows), windows=windows, gives_back=gives_back)
+    model = replace(spec.model, layers=spec.model.layers[:1] * len(windows), windows=windows, gives_back=gives_back)
     spec = replace(spec, model=ToyConfig.of(model) if recurs else model)
     engine, io = Engine(spec, device), OfflineIO()
     assert (engine.general.name == "eager") == (settings["attention_backend"] == "cpu")

@@ -53,7 +53,13 @@ def test_norm_rope_store_compiles_for_any_number_of_heads(heads: int, kv_heads: 
     most = max(1, 1024 // triton.next_power_of_2(dim))
     block, kv_block = (min(triton.next_power_of_2(n), most) for n in (heads, kv_heads))
     sizes = {"NUM_HEADS": heads, "NUM_KV_HEADS": kv_heads, "HEAD_DIM": dim, "PAGE_SIZE": 64}
-    blocks = {"HAS_NORM": has_norm, "BLOCK_HEADS": block, "BLOCK_KV_HEADS": kv_block, "IS_FP8": False}
+    blocks = {
+        "HAS_NORM": has_norm,
+        "NORMS_V": has_norm,
+        "BLOCK_HEADS": block,
+        "BLOCK_KV_HEADS": kv_block,
+        "IS_FP8": False,
+    }
     assert compile_kernel(norm._norm_rope_store, pointers, sizes | blocks)
 
 
@@ -212,7 +218,7 @@ def test_attention_compiles(dim: int, is_fp8: bool, has_options: bool):
     }
     query = "*fp16" if is_fp8 else "*bf16"
     for is_fused, kind in ((False, query), (True, "*bf16"))[: 1 if dim == 512 else 2]:
-        every = sizes | decode | constants | {"FUSED": is_fused, "HAS_NORM": is_fused}
+        every = sizes | decode | constants | {"FUSED": is_fused, "HAS_NORM": is_fused, "NORMS_V": is_fused}
         assert compile_kernel(attention_decode.decode_attention, pointers | {"q_ptr": kind}, every)
     pointers["q_ptr"] = query
     block_m, block_n = (64, 32) if dim == 512 else (128, 64)

@@ -35,7 +35,7 @@ def _gemm(x: Result, weight: Quantized, bias: Tensor | None, gate: str, norm: No
 
 def _experts(x: Tensor, router_logits: Tensor, experts: Experts) -> Tensor:
     """Run a token's experts by our kernel, or by Triton's if ours cannot be compiled."""
-    chosen, weights = route(router_logits, experts.top_k, experts.normalise)
+    chosen, weights = route(router_logits, experts.top_k, experts.normalise, experts.scale)
     out = gemv.cuda_experts(x, chosen, weights, experts)
     return moe.run_pairs(x, chosen, weights, experts) if out is None else out
 

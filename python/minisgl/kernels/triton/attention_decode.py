@@ -20,7 +20,7 @@ import triton.language as tl
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
 from minisgl.kernels.triton.launch import INTERPRETED
-from minisgl.kernels.triton.norm import query_angles, rotated
+from minisgl.kernels.triton.norm import normalised, query_angles, rotated
 from minisgl.kernels.triton.scores import NEGATIVE, columns, soft_capped, with_sinks
 
 IS_COMPILED = tl.constexpr(not INTERPRETED)  # the interpreter has no PTX
@@ -312,7 +312,8 @@ def _begin_with_new_key(
     qkv_ptr, q_weight_ptr, k_weight_ptr, cos_sin_ptr, q_scale_ptr, position, pages_ptr, kv_scale_ptr, stride_page,
     stride_scale, head, slot, is_last, scale, eps,
     NUM_KV_HEADS: tl.constexpr, GROUP_SIZE: tl.constexpr, BLOCK_M: tl.constexpr, HEAD_DIM: tl.constexpr,
-    PAGE_SIZE: tl.constexpr, HAS_NORM: tl.constexpr, IS_FP8: tl.constexpr, SOFTCAP: tl.constexpr,
+    PAGE_SIZE: tl.constexpr, HAS_NORM: tl.constexpr, NORMS_V: tl.constexpr, IS_FP8: tl.constexpr,
+    SOFTCAP: tl.constexpr,
 ):  # fmt: skip
     """Apply norm and RoPE to a token's heads, and store its key and value in `slot` if the part `is_last`.
 
@@ -332,6 +333,8 @@ def _begin_with_new_key(
     q_cos, q_sin = query_angles(cos, sin, q_scale_ptr, position)
     q_low, q_high = rotated(q_low, q_high, q_weight_ptr, q_cos, q_sin, eps, HEAD_DIM, HAS_NORM)
     k_low, k_high = rotated(k_low, k_high, k_weight_ptr, cos, sin, eps, HEAD_DIM, HAS_NORM)
+    if NORMS_V:
+        v_low, v_high = normalised(v_low, v_high, eps, HEAD_DIM)
     q_low, q_high = q_low.to(tl.float32), q_high.to(tl.float32)
     k_low, k_high = k_low.to(tl.float32), k_high.to(tl.float32)
     index = head * PAGE_SIZE + slot % PAGE_SIZE
@@ -434,7 +437,7 @@ def decode_attention(
     NUM_KV_HEADS: tl.constexpr, GROUP_SIZE: tl.constexpr, BLOCK_G: tl.constexpr, BLOCK_M: tl.constexpr,
     HEAD_DIM: tl.constexpr, PAGE_SIZE: tl.constexpr, TILE_KEYS: tl.constexpr, NUM_STAGES: tl.constexpr,
     NUM_SPLITS: tl.constexpr, WINDOW: tl.constexpr, FUSED: tl.constexpr, HAS_NORM: tl.constexpr,
-    IS_FP8: tl.constexpr, PDL: tl.constexpr, MAX_QUERIES: tl.constexpr, SOFTCAP: tl.constexpr,
+    NORMS_V: tl.constexpr, IS_FP8: tl.constexpr, PDL: tl.constexpr, MAX_QUERIES: tl.constexpr, SOFTCAP: tl.constexpr,
 ):  # fmt: skip
     """out [T, Hq, D] = softmax(q K^T / sqrt(D)) V of each sequence, causal; grid (NUM_SPLITS * Hk).
 
@@ -534,7 +537,7 @@ def decode_attention(
                 query, m, total, first = _begin_with_new_key(
                     q_seq_ptr, q_weight_ptr, k_weight_ptr, new_cos_sin_ptr, q_scale_ptr, length - 1, pages_ptr,
                     kv_scale_ptr, stride_page, stride_scale, head, slot, is_last, scale, eps, NUM_KV_HEADS, GROUP_SIZE,
-                    BLOCK_M, HEAD_DIM, PAGE_SIZE, HAS_NORM, IS_FP8, SOFTCAP,
+                    BLOCK_M, HEAD_DIM, PAGE_SIZE, HAS_NORM, NORMS_V, IS_FP8, SOFTCAP,
                 )  # fmt: skip
                 queries = _dims(query.to(tl.float16) if IS_FP8 else query, IS_FP8)
                 acc = _dims(first * 256.0 if IS_FP8 else first, IS_FP8)

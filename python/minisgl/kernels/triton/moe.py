@@ -53,7 +53,7 @@ def refuses_pairs(m: Mixture) -> str | None:
 
 def by_pairs(x: Tensor, router_logits: Tensor, experts: Experts) -> Tensor:
     """`reference.moe` by a GEMV for each pair."""
-    return run_pairs(x, *route(router_logits, experts.top_k, experts.normalise), experts)
+    return run_pairs(x, *route(router_logits, experts.top_k, experts.normalise, experts.scale), experts)
 
 
 def run_pairs(x: Tensor, chosen: Tensor, weights: Tensor, experts: Experts) -> Tensor:
@@ -64,9 +64,9 @@ def run_pairs(x: Tensor, chosen: Tensor, weights: Tensor, experts: Experts) -> T
 
 def by_groups(x: Tensor, router_logits: Tensor, experts: Experts) -> Tensor:
     """`reference.moe` by GEMMs over the pairs of each expert."""
-    gate_up, down, top_k, normalise, gate_up_bias, down_bias, gate = experts
+    gate_up, down, top_k, normalise, gate_up_bias, down_bias, gate, scale = experts
     config = moe_config(len(x) * top_k, len(gate_up), x.dtype, Mixture.of(x, experts).bits)
-    weights, lists = route_and_list(router_logits, top_k, normalise, config.block_m)
+    weights, lists = route_and_list(router_logits, top_k, normalise, config.block_m, scale)
     hidden = grouped_gemm(x, gate_up, lists, top_k, config, gate_up_bias, gate)
     return combine(grouped_gemm(hidden, down, lists, top_k, config, down_bias), weights)
 

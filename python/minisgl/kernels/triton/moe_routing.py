@@ -50,7 +50,7 @@ def _ordered(bits):
 
 @triton.jit(do_not_specialize=["num_tokens", "block_m"])
 def _route(
-    logits_ptr, experts_ptr, weights_ptr, counts_ptr, order_ptr, tiles_ptr, num_tokens, block_m,
+    logits_ptr, scales_ptr, experts_ptr, weights_ptr, counts_ptr, order_ptr, tiles_ptr, num_tokens, block_m,
     NUM_EXPERTS: tl.constexpr, TOP_K: tl.constexpr, NORMALISE: tl.constexpr, LISTS: tl.constexpr, COUNTS: tl.constexpr,
     BLOCK_T: tl.constexpr, BLOCK_E: tl.constexpr, BLOCK_K: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
@@ -88,6 +88,8 @@ def _route(
         probabilities = tl.where(offs_k == j, (tl.exp(value - highest) * scale)[:, None], probabilities)
     if NORMALISE:
         probabilities /= tl.sum(probabilities, 1)[:, None]
+    if scales_ptr is not None:
+        probabilities *= tl.load(scales_ptr + experts).to(tl.float32)
     offs_out = tokens[:, None] * TOP_K + offs_k
     tl.store(experts_ptr + offs_out, experts, mask=is_token & (offs_k < TOP_K))
     tl.store(weights_ptr + offs_out, probabilities, mask=is_token & (offs_k < TOP_K))
@@ -140,26 +142,30 @@ class Lists(NamedTuple):
         return len(self.tiles) - 1
 
 
-def route(logits: Tensor, top_k: int, normalise: bool) -> tuple[Tensor, Tensor]:
+def route(logits: Tensor, top_k: int, normalise: bool, scales: Tensor | None = None) -> tuple[Tensor, Tensor]:
     """Return experts [T, k] int32, most probable first (the lowest of equals), and their weights [T, k] float32.
 
-    logits [T, E] are contiguous. Weights are those of `reference.moe`: NaN where the softmax is NaN. Even then the
-    experts of a token differ.
+    logits [T, E] are contiguous; `scales` [E] or None multiply the weights of experts. These are those of
+    `reference.moe`: NaN where the softmax is NaN. Even then the experts of a token differ.
     """
-    return _route_tokens(logits, top_k, normalise, None)
+    return _route_tokens(logits, top_k, normalise, scales, None)
 
 
-def route_and_list(logits: Tensor, top_k: int, normalise: bool, block_m: int) -> tuple[Tensor, Lists]:
+def route_and_list(
+    logits: Tensor, top_k: int, normalise: bool, block_m: int, scales: Tensor | None = None
+) -> tuple[Tensor, Lists]:
     """Return the weights of `route`, and the pairs sorted by expert in tiles of `block_m`."""
     pairs = len(logits) * top_k
     max_tiles = min(pairs, (pairs + min(logits.shape[1], pairs) * (block_m - 1)) // block_m)
     order = empty(pairs, dtype=int32, device=logits.device)
     tiles = empty((1 + max_tiles, 4), dtype=int32, device=logits.device)
     lists = Lists(order, tiles, block_m)
-    return _route_tokens(logits, top_k, normalise, lists)[1], lists
+    return _route_tokens(logits, top_k, normalise, scales, lists)[1], lists
 
 
-def _route_tokens(logits: Tensor, top_k: int, normalise: bool, lists: Lists | None) -> tuple[Tensor, Tensor]:
+def _route_tokens(
+    logits: Tensor, top_k: int, normalise: bool, scales: Tensor | None, lists: Lists | None
+) -> tuple[Tensor, Tensor]:
     """Do what `route` does, and fill `lists` if given."""
     tokens, num_experts = logits.shape
     if lists is None:
@@ -174,7 +180,7 @@ def _route_tokens(logits: Tensor, top_k: int, normalise: bool, lists: Lists | No
     order, tiles, block_m = lists or (experts, experts, 1)
     options = {"num_warps": min(8, block_t), **pdl_options(logits.device)}  # each warp has tokens of its own
     _route[(num_blocks,)](
-        logits, experts, weights, counts, order, tiles, tokens, block_m,
+        logits, scales, experts, weights, counts, order, tiles, tokens, block_m,
         NUM_EXPERTS=num_experts, TOP_K=top_k, NORMALISE=normalise, LISTS=lists is not None and num_blocks == 1,
         COUNTS=has_counts, BLOCK_T=block_t, BLOCK_E=block_e, BLOCK_K=triton.next_power_of_2(top_k), **options,
     )  # fmt: skip

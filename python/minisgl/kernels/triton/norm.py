@@ -108,6 +108,14 @@ def rotated(x1, x2, weight_ptr, cos, sin, eps, HEAD_DIM: tl.constexpr, HAS_NORM:
 
 
 @triton.jit
+def normalised(x1, x2, eps, HEAD_DIM: tl.constexpr):
+    """Apply RMS norm without weights to heads given as two halves [heads, D / 2]."""
+    f1, f2 = x1.to(tl.float32), x2.to(tl.float32)
+    scale = tl.rsqrt(tl.sum(f1 * f1 + f2 * f2, 1) / HEAD_DIM + eps)[:, None]
+    return (f1 * scale).to(x1.dtype), (f2 * scale).to(x1.dtype)
+
+
+@triton.jit
 def query_angles(cos, sin, q_scale_ptr, position):
     """Return the cosines and sines that also multiply a query by its scale, if there is one."""
     if q_scale_ptr is None:
@@ -131,8 +139,8 @@ def _norm_rope_store(
     qkv_ptr, q_weight_ptr, k_weight_ptr, cos_sin_ptr, q_scale_ptr, positions_ptr, pages_ptr, scale_ptr, out_loc_ptr,
     stride_page, stride_scale, eps,
     NUM_HEADS: tl.constexpr, NUM_KV_HEADS: tl.constexpr, HEAD_DIM: tl.constexpr, PAGE_SIZE: tl.constexpr,
-    HAS_NORM: tl.constexpr, BLOCK_HEADS: tl.constexpr, BLOCK_KV_HEADS: tl.constexpr, IS_FP8: tl.constexpr,
-    PDL: tl.constexpr,
+    HAS_NORM: tl.constexpr, NORMS_V: tl.constexpr, BLOCK_HEADS: tl.constexpr, BLOCK_KV_HEADS: tl.constexpr,
+    IS_FP8: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
     """Grid: (token, group of BLOCK_HEADS query heads or of BLOCK_KV_HEADS KV heads).
 
@@ -177,6 +185,8 @@ def _norm_rope_store(
         k_page_ptrs = pages_ptr + slot // PAGE_SIZE * stride_page + index * HEAD_DIM + offs_d
         v_page_ptrs = k_page_ptrs + NUM_KV_HEADS * PAGE_SIZE * HEAD_DIM
         scale_ptrs = scale_ptr + slot // PAGE_SIZE * stride_scale + index
+        if NORMS_V:
+            v1, v2 = normalised(v1, v2, eps, HEAD_DIM)
         if IS_FP8:
             v1, v2 = _rounded(v1, v2, scale_ptrs + NUM_KV_HEADS * PAGE_SIZE, kv_mask)
         tl.store(v_page_ptrs, v1, mask=mask)
@@ -200,17 +210,17 @@ def norm_rope_store(qkv: Tensor, heads: HeadTransform, positions: Tensor, pages:
     (`benchmark/kernels/ops.py small`).
     """
     tokens = len(qkv)
-    num_kv_heads, page_size, dim = pages.shape[2:]
+    num_kv_heads, page_size, dim = 0 if heads.reads else pages.shape[2], *pages.shape[3:]
     num_heads = qkv.shape[1] // dim - num_kv_heads * 2
     has_norm = heads.q_weight is not None
     data, scale = data_and_scale(pages)
     most = max(1, 1024 // triton.next_power_of_2(dim))
-    block, kv_block = (min(triton.next_power_of_2(n), most) for n in (num_heads, num_kv_heads))
+    block, kv_block = (min(triton.next_power_of_2(n), most) for n in (num_heads, max(num_kv_heads, 1)))
     _norm_rope_store[(tokens, triton.cdiv(num_heads, block) + triton.cdiv(num_kv_heads, kv_block))](
-        qkv, heads.q_weight if has_norm else qkv, heads.k_weight if has_norm else qkv, heads.cos_sin,
+        qkv, heads.q_weight if has_norm else qkv, qkv if heads.k_weight is None else heads.k_weight, heads.cos_sin,
         heads.q_scale, positions, data, scale, out_loc, *page_strides(pages), heads.eps,
         NUM_HEADS=num_heads, NUM_KV_HEADS=num_kv_heads, HEAD_DIM=dim, PAGE_SIZE=page_size, HAS_NORM=has_norm,
-        BLOCK_HEADS=block, BLOCK_KV_HEADS=kv_block, IS_FP8=isinstance(pages, QuantizedPages),
+        NORMS_V=heads.norms_v, BLOCK_HEADS=block, BLOCK_KV_HEADS=kv_block, IS_FP8=isinstance(pages, QuantizedPages),
         **pdl_options(qkv.device, tokens <= MAX_CHAINED),
     )  # fmt: skip
     q = qkv.view(tokens, num_heads + 2 * num_kv_heads, dim)[:, :num_heads]

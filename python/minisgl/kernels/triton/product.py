@@ -65,7 +65,7 @@ class Mixture(NamedTuple):
     @classmethod
     def of(cls, x: Tensor, experts: Experts) -> Mixture:
         """Describe a call of `reference.moe`."""
-        gate_up, down, top_k, _, bias, _, gate = experts
+        gate_up, down, top_k, _, bias, _, gate, _ = experts
         (count, hidden, size), kinds = down.shape, (_kind(gate_up), _kind(down))
         return cls(len(x), top_k, count, hidden, size, kinds, x.dtype, gate, bias is not None)
 
