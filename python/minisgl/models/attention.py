@@ -54,7 +54,7 @@ class Attention:
             qkv = {f"{name}.q_proj": q, f"{name}.k_proj": replace(k, copies=2)}
         if "qkv" in family.fused:
             qkv = {f"{name}.qkv_proj": (q, k, k)}
-        head = head_order(dim, c.ropes[index].dim or dim, is_interleaved=family.is_interleaved)
+        head = head_order(dim, c.ropes[index].dim or dim, is_interleaved=c.is_interleaved)
         is_ordered = head == [*range(dim)]
         rotated = [start + i for start in range(0, q.count + kv_size, dim) for i in head]
         rows = None if is_ordered else [*rotated, *range(len(rotated), len(rotated) + kv_size)]

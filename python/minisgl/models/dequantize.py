@@ -403,7 +403,7 @@ class _Flat:
 
 
 @dataclass(frozen=True, slots=True)
-class _OfExpert:
+class OfExpert:
     """Rows `first`, `first + step`, ... of one expert of `data` [E, R, ...], or [E, C, R] if it `is_transposed`."""
 
     data: Any
@@ -448,7 +448,7 @@ def unpacked(stored: dict[str, Stored], flags: ExpertFlags) -> dict[str, Stored]
         rows //= len(parts)
         step = len(parts) if packed.is_interleaved else 1
         for expert, (i, part) in product(range(count), enumerate(parts)):
-            data = _OfExpert(tensor.data, expert, i if packed.is_interleaved else i * rows, step, is_transposed)
+            data = OfExpert(tensor.data, expert, i if packed.is_interleaved else i * rows, step, is_transposed)
             full = f"{block}experts.{expert}.{part}.{PACKED_SUFFIXES[suffix]}"
             found[full] = Stored(tensor.path, data, (rows, *columns), tensor.dtype)
     return found

@@ -105,6 +105,8 @@ class ModelConfig:
     dtype: str
     quantization: Quantization | None = None
     is_text_part: bool = False  # of a multimodal model, whose other parts are not loaded
+    is_interleaved: bool = False  # RoPE rotates adjacent elements of a head as they are stored
+    is_rounded: bool = False  # the file has fewer than 16 bits for a weight, in a format that no device keeps
     gives_back: bool = False  # pages before the windows, if no layer needs them
 
     @property
@@ -261,6 +263,8 @@ class ModelConfig:
             experts=_experts(config, num_layers, family.experts),
             quantization=read_quantization(config),
             is_text_part=is_text_part,
+            is_interleaved=_flag(config, "rope_interleave" if "rope_interleave" in config else family.is_interleaved),
+            is_rounded=_flag(config, "is_rounded"),
             dtype=str(config.get("dtype") or config.get("torch_dtype") or "float32").removeprefix("torch."),
         )
 

@@ -16,7 +16,7 @@ import zlib
 from collections.abc import Callable, Iterator, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from itertools import chain
 from pathlib import Path
 from typing import TYPE_CHECKING, Final
@@ -31,6 +31,7 @@ from minisgl.distributed.communicator import Communicator, SoloCommunicator
 from minisgl.distributed.info import ALONE
 from minisgl.layers.builder import Builder, Init, Parameter, Source
 from minisgl.models.dequantize import LAYOUTS, Matrix, Stored, dequantized, unpacked
+from minisgl.models.gguf_weights import kinds, open_gguf, renamed
 from minisgl.models.llama import LlamaForCausalLM
 from minisgl.ops.quantized import INT8, MXFP4, Format, Quantized, Rounding, rounded
 
@@ -121,9 +122,10 @@ def load_model(
         _check_target_format(model.parameters, target_format)
         fill_dummy(model.parameters, ops.rounded)
         return model
+    files = hf.weight_files(folder)
     with ExitStack() as stack:
         flags = None if config.experts is None else config.experts.flags
-        stored = open_checkpoint(hf.weight_files(folder), stack, config.quantization, flags)
+        stored = open_checkpoint(files, stack, config.quantization, flags)
         if config.is_text_part:
             stored = text_part(stored, logs=comm.info.rank == 0)
 
@@ -138,7 +140,15 @@ def load_model(
         readers = [i for i, sizes in enumerate(config.layers) if sizes.kv_of is not None]
         own = ("k_proj", "v_proj", "k_norm", "v_norm")  # of layers that read another's keys and values
         ignored |= {f"model.layers.{i}.self_attn.{module}.weight" for i in readers for module in own}
-        fill(stored, model.parameters, ignored, device, progress, rounding=ops.rounded, logs=comm.info.rank == 0)
+        parameters, logs = model.parameters, comm.info.rank == 0
+        if files[0].suffix == ".gguf":
+            if logs:
+                held = str(dtype).removeprefix("torch.") + f" and {model.quantization}" * (target_format is not None)
+                size = sum(p.tensor.nbytes for p in parameters) / 1e9
+                _log.info("GGUF tensors in %s are held in %s: %.2f GB", kinds(stored), held, size)
+            stored = renamed(stored, parameters, hf.load_config(folder)["model_type"], config.num_layers)
+            parameters = tuple(replace(p, offset=0.0) for p in parameters)  # the stored norms have it
+        fill(stored, parameters, ignored, device, progress, rounding=ops.rounded, logs=logs)
     return model
 
 
@@ -294,6 +304,8 @@ def open_all(files: list[Path], stack: ExitStack) -> dict[str, Stored]:
 
 def _open(path: Path, stack: ExitStack) -> dict[str, Stored]:
     """Map a file until `stack` is closed; return its tensors in file order."""
+    if path.suffix == ".gguf":
+        return open_gguf(path)
     try:
         file = stack.enter_context(safe_open(path, framework="pt"))
         slices = {name: file.get_slice(name) for name in file.offset_keys()}

@@ -423,18 +423,21 @@ class CpuRunners:
 
     @staticmethod
     def choose_dtype(spec: EngineSpec) -> EngineSpec:
-        """Choose bfloat16 for a large bfloat16 checkpoint if the C++ step can run it, where it is faster.
+        """Choose bfloat16 for a large bfloat16 checkpoint, and int8 for a GGUF file of few bits, which are faster.
 
-        In torch, bfloat16 is not always faster; and a small model is fast enough in float32.
+        Only the C++ step can run int8, and in torch, bfloat16 is not always faster; a small model is fast enough in
+        float32.
         """
-        in_bfloat16 = replace(spec, dtype=torch.bfloat16)
-        if not spec.model.is_large_bfloat16 or refusal(in_bfloat16) is not None:
+        chosen = replace(spec, dtype=torch.bfloat16) if spec.model.is_large_bfloat16 else spec
+        if spec.model.is_rounded and spec.quantization is None:
+            chosen = replace(chosen, quantization="int8")
+        if refusal(chosen) is not None:
             return spec
         try:
             load_native()
         except NativeError:
             return spec
-        return in_bfloat16
+        return chosen
 
     def warm_up(self, parts: Parts) -> None:
         """Do nothing: nothing is compiled for single steps."""

@@ -165,7 +165,9 @@ class Settings:
 class EngineConfig(Settings):
     """The options of an engine: one model on its devices."""
 
-    model: str = option("", "folder or hub id of the model; empty = the built-in demo model", aliases=("model_path",))
+    model: str = option(
+        "", "folder, GGUF file or hub id of the model; empty = the built-in demo model", aliases=("model_path",)
+    )
     revision: str | None = option(None, "branch, tag or commit of the model on the hub; default = the hub's main one")
     download_source: str = option(
         "huggingface",
@@ -183,7 +185,7 @@ class EngineConfig(Settings):
     quantization: str | None = option(
         None,
         "quantize the weights of all linear layers when loading: fp8, int8 or int4 on a GPU, int8 or int4 on a CPU; "
-        "default = --dtype, or the checkpoint's quantization",
+        "default = the checkpoint's quantization, or int8 for a quantized GGUF file on a CPU without --dtype, or none",
         aliases=("q",),
         choices=("int8", "fp8", "int4"),
     )

@@ -183,7 +183,7 @@ def _help(option: Option) -> str:
 
 def add_model_argument(parser: argparse.ArgumentParser) -> None:
     """Add the positional form of --model."""
-    help = "folder or hub id, the same as --model; none = the built-in demo model"
+    help = "folder, GGUF file or hub id, the same as --model; none = the built-in demo model"
     parser.add_argument("positional_model", nargs="?", metavar="MODEL", help=help)
 
 

@@ -72,7 +72,7 @@ def test_a_command_of_another_program_is_answered_with_ours(command: str, capsys
         ("serve -np 4", "-np: requests always run together"),
         ("generate -n 128 x", "-n: a request's max_tokens"),
         ("serve -z", "unrecognized arguments: -z"),
-        ("x.gguf", "x.gguf is a GGUF file"),
+        ("x.gguf", "x.gguf does not exist"),
         ("llama3:8b", "llama3:8b is a name for Ollama"),
         ("serve hf.co/org/name:Q4", "is an address; give the id org/name"),
         ("bench", "`minisgl bench offline` measures the engine, `minisgl bench online` a server"),
