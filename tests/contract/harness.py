@@ -1,4 +1,4 @@
-"""An engine without its scheduler on a CPU, so that models and backends can be tested alone."""
+"""An engine without its scheduler, by default on a CPU, so that models and backends can be tested alone."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from minisgl.attention.selection import resolve_attention
 from minisgl.checkpoint import hf
 from minisgl.core.layout import FULL
 from minisgl.core.plan import Batch
-from minisgl.device.device import CpuDevice
+from minisgl.device.device import CpuDevice, Device
 from minisgl.distributed.communicator import Communicator, SoloCommunicator
 from minisgl.distributed.info import ALONE
 from minisgl.distributed.tensor_parallel import VocabParallel
@@ -59,26 +59,28 @@ class MiniEngine(Stepper):
         ops: str = "cpu",
         attention: str = "auto",
         dummy: bool = False,
+        device: Device = DEVICE,
         comm: Communicator | None = None,
         config: ModelConfig | None = None,
         keeps_formats: bool = False,
     ) -> MiniEngine:
         """With `keeps_formats`, quantized matrices keep the format of the checkpoint."""
-        comm = comm or SoloCommunicator(ALONE, CPU)
+        place = device.torch_device
+        comm = comm or SoloCommunicator(ALONE, place)
         config = config or ModelConfig.from_hf(hf.load_config(folder))
         table = load_ops(ops)
         options = {"dummy": dummy, "comm": comm, "supports_format": lambda kind: keeps_formats}
-        model = load_model(folder, config, dtype, DEVICE, table, **options)
-        store = StateStore(page_size, dtype, CPU)
+        model = load_model(folder, config, dtype, device, table, **options)
+        store = StateStore(page_size, dtype, place)
         store.add(model.states)
         store.allocate(num_pages)
         store.memory.fill_(0xFF)  # NaN
-        state = RowState(ROWS, -(-config.max_position_embeddings // page_size), CPU)
+        state = RowState(ROWS, -(-config.max_position_embeddings // page_size), place)
         # Unmapped entries point at an unowned page: reading them would show up as NaN.
         state.page_tables.fill_(store.dummy(FULL))
-        specs = [AttentionSpec("cpu", dtype, kind, page_size, ROWS) for kind in model.mixers]
+        specs = [AttentionSpec(place.type, dtype, kind, page_size, ROWS) for kind in model.mixers]
         kinds = resolve_attention(attention, specs, table)
-        penalties = LogitPenalties(ROWS, config.vocab_size, 8, DEVICE)
+        penalties = LogitPenalties(ROWS, config.vocab_size, 8, device)
         vocab = VocabParallel(comm, config.vocab_size)
-        parts = Parts(DEVICE, table, model, store, kinds, state, penalties, comm, vocab)
+        parts = Parts(device, table, model, store, kinds, state, penalties, comm, vocab)
         return cls(EagerRunner(parts))
