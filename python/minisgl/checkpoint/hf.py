@@ -27,6 +27,9 @@ QUANTIZATION_FILES: Final = {
     "quant_config.json": "awq",
 }
 PIECE_BYTES: Final = 4096  # read from each tensor for the fingerprint of a model
+# The names of the context length and of the hidden size, older ones last.
+LENGTHS: Final = ("max_position_embeddings", "n_positions", "max_sequence_length", "max_seq_len", "seq_length")
+WIDTHS: Final = ("hidden_size", "n_embd", "d_model")
 _HUB_ID: Final = re.compile(r"[A-Za-z0-9][\w.-]*/[\w.-]+")
 _OTHER_FORMATS: Final = {
     "adapter_config.json": "a LoRA adapter",
@@ -175,12 +178,17 @@ def load_generation_config(folder: Path) -> dict[str, Any]:
     return read_json(path) if path.is_file() else {}
 
 
+def first_of(config: dict[str, Any], names: tuple[str, ...]) -> Any:
+    """Return the first of the fields `names` that `config` has; None if it has none."""
+    return next((config[name] for name in names if config.get(name) is not None), None)
+
+
 def max_model_len(config: dict[str, Any]) -> int:
     """Return the model's context length in tokens.
 
     LongRoPE's context ends at the original length: beyond it, the frequencies of all positions would change.
     """
-    longest = config.get("max_position_embeddings")
+    longest = first_of(config, LENGTHS)
     if not isinstance(longest, int) or not 2 <= longest < 2**31:
         raise ConfigError(f"config.json has max_position_embeddings={longest!r:.60}; a number of tokens is needed")
     rope = config.get("rope_parameters") or config.get("rope_scaling")

@@ -17,6 +17,7 @@ from minisgl.distributed.tensor_parallel import VocabParallel
 from minisgl.engine.batch import make_batch
 from minisgl.engine.resolve import make_mixers
 from minisgl.layers.builder import Builder
+from minisgl.models.llama import LlamaForCausalLM
 from minisgl.models.weight import load_model
 from minisgl.ops.deferred import finished
 from minisgl.settings.options import MAX_DRAFTS
@@ -145,6 +146,7 @@ class Eagle3(DraftModel):
     def __init__(self, parts: Parts, spec: EngineSpec, head: Eagle3Head, layers: tuple[int, ...]) -> None:
         super().__init__(parts, spec)
         self.layers, self.parameters = layers, head.parameters
+        assert isinstance(parts.model, LlamaForCausalLM), "transformers' models have no heads that draft"
         self.head, self._embed = head, parts.model.model.embed_tokens
         weight = self._embed.weight
         self._hidden = weight.new_zeros(len(parts.state.last_token), weight.shape[1])

@@ -8,17 +8,19 @@ from __future__ import annotations
 
 import shutil
 from dataclasses import dataclass, replace
+from importlib.util import find_spec
 from pathlib import Path
 from typing import Final
 
 from minisgl.checkpoint import hf
 from minisgl.checkpoint.embedder import Embedder, decoder_config, read_embedder
+from minisgl.checkpoint.gguf_folder import gguf_files
 from minisgl.core.errors import ConfigError
 from minisgl.core.layout import FULL
 from minisgl.core.rounding import ceil_div
 from minisgl.device.machine import available_memory, choose_device, gpu_memory, usable_cores
 from minisgl.distributed.info import DistributedInfo
-from minisgl.models.model_config import ModelConfig
+from minisgl.models.model_config import ModelConfig, fallback_config
 from minisgl.settings.options import PAGE_SIZES, EngineConfig
 from minisgl.speculative.source import HEAD_FOLDER, DraftSource, has_head, read_source
 
@@ -47,11 +49,12 @@ class Checkpoint:
         folder = hf.resolve_model(config.model, config.download_source, not config.dummy_weight, config.revision)
         raw = hf.load_config(folder)
         embedder = read_embedder(folder)
-        model = ModelConfig.from_hf(raw if embedder is None else decoder_config(raw))
+        raw = raw if embedder is None else decoder_config(raw)
+        model = fallback_config(raw) if config.model_impl == "transformers" else ModelConfig.from_hf(raw)
         # Tiers hold only pages that live as long as the text.
         model = replace(model, gives_back=embedder is None and not config.host_kv and config.disk_kv is None)
         asked = config.speculate or "auto"
-        if asked == "auto" and choose_device(config.device) == "cpu" and has_head(folder):
+        if asked == "auto" and not model.is_fallback and choose_device(config.device) == "cpu" and has_head(folder):
             asked = f"eagle3:{folder / HEAD_FOLDER}"
         draft = read_source(asked, model) if embedder is None else None
         if draft is not None and asked != config.speculate and draft.model.num_heads % config.tp:
@@ -123,6 +126,8 @@ def least_dtype(model: ModelConfig, config: EngineConfig, device: str) -> str:
 
 def check_settings(checkpoint: Checkpoint, config: EngineConfig, device: str) -> None:
     """Raise `ConfigError` for settings that this model or kind of device does not support."""
+    if checkpoint.model.is_fallback:
+        _check_fallback(checkpoint, config)
     if config.max_seq_len is not None and config.max_seq_len > checkpoint.max_model_len:
         limit = f"the model's context of {checkpoint.max_model_len} tokens; give less, or leave it out"
         raise ConfigError(f"--max-seq-len {config.max_seq_len} is more than {limit}")
@@ -144,6 +149,24 @@ def check_settings(checkpoint: Checkpoint, config: EngineConfig, device: str) ->
         if config.quantization not in QUANTIZATIONS[device]:
             one_of = " or ".join(QUANTIZATIONS[device])
             raise ConfigError(f"--quantization {config.quantization} is not for {device}, where it can be {one_of}")
+
+
+def _check_fallback(checkpoint: Checkpoint, config: EngineConfig) -> None:
+    """Raise `ConfigError` for what `--model-impl transformers` does not support."""
+    refused = {
+        f"--tp {config.tp}": config.tp > 1,
+        f"--quantization {config.quantization}": config.quantization is not None,
+        f"--speculate {config.speculate}": checkpoint.draft is not None,
+        f"--cuda-graph-max-bs {config.cuda_graph_max_bs}": bool(config.cuda_graph_max_bs),
+        "an embedding model": checkpoint.embedder is not None,
+        "a quantized checkpoint": checkpoint.model.quantization is not None,
+        "GGUF files": bool(gguf_files(checkpoint.folder)),
+    }
+    for what, is_refused in refused.items():
+        if is_refused:
+            raise ConfigError(f"--model-impl transformers does not support {what}")
+    if find_spec("transformers") is None:
+        raise ConfigError("--model-impl transformers needs `pip install 'minisgl[transformers]'`")
 
 
 def check_fit(config: EngineConfig, replicas: int = 1) -> Checkpoint:

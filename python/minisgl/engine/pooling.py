@@ -12,6 +12,7 @@ from torch import Tensor
 from minisgl.core.plan import Batch
 from minisgl.engine.batch import make_batch
 from minisgl.engine.runner import EagerRunner, ForwardOutput
+from minisgl.models.llama import LlamaForCausalLM
 
 if TYPE_CHECKING:
     from minisgl.checkpoint.embedder import Pooling
@@ -26,7 +27,12 @@ Pooler = Callable[[Batch], Tensor]
 
 def last_token(parts: Parts) -> Pooler:
     """Take the hidden state of the last token, which attends to all tokens."""
-    return lambda batch: parts.model.normed(parts.hidden(*parts.begin(batch))).float()
+    return lambda batch: _normed(parts, batch).float()
+
+
+def _normed(parts: Parts, batch: Batch) -> Tensor:
+    assert isinstance(parts.model, LlamaForCausalLM), "transformers' models give only logits"
+    return parts.model.normed(parts.hidden(*parts.begin(batch)))
 
 
 class MeanOfTokens:
@@ -40,7 +46,7 @@ class MeanOfTokens:
     def __call__(self, batch: Batch) -> Tensor:
         parts, layout, lens = self._parts, batch.layout, batch.slots["stop"] - batch.slots["start"]
         every = torch.arange(batch.num_tokens, device=batch.positions.device)
-        hidden = parts.model.normed(parts.hidden(*parts.begin(replace(batch, logit_tokens=every))))
+        hidden = _normed(parts, replace(batch, logit_tokens=every))
         # A sum for each sequence: a scattered sum would add in a different order in every run.
         sums = torch.stack([h.float().sum(0) for h in hidden.split_with_sizes(lens.tolist())])
         is_first = layout.kv_lens == layout.cu_query_lens.diff()

@@ -49,12 +49,13 @@ def resolve(
     checkpoint = Checkpoint.read(config)
     check_settings(checkpoint, config, device_type)
     model, embedder = checkpoint.model, checkpoint.embedder
-    if embedder is None and model.tie_word_embeddings and not config.dummy_weight and has_own_head(checkpoint.folder):
+    is_own = embedder is None and not model.is_fallback
+    if is_own and model.tie_word_embeddings and not config.dummy_weight and has_own_head(checkpoint.folder):
         if info.rank == 0:
             _log.warning("lm_head.weight is not tied to the embedding, from which it differs in the checkpoint")
         model = replace(model, tie_word_embeddings=False)
     dtype = config.dtype if config.dtype != "auto" else "float32" if device_type == "cpu" else model.dtype
-    has_graphs = device_type == "cuda" and embedder is None  # only steps that sample are captured
+    has_graphs = device_type == "cuda" and embedder is None and not model.is_fallback  # only steps that sample
     wanted = config.max_running_requests if config.cuda_graph_max_bs is None else config.cuda_graph_max_bs
     drafter = _drafter(config.speculate, checkpoint)
     ends: frozenset[int] = frozenset()

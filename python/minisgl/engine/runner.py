@@ -26,6 +26,7 @@ if TYPE_CHECKING:
     from minisgl.engine.state import LogitPenalties, RowState
     from minisgl.kvcache.store import StateStore
     from minisgl.layers.linear import Stream
+    from minisgl.models.fallback import FallbackForCausalLM
     from minisgl.models.llama import LlamaForCausalLM
     from minisgl.ops.quantized import Format
     from minisgl.ops.table import OpTable
@@ -134,7 +135,7 @@ class Parts:
 
     device: Device
     ops: OpTable
-    model: LlamaForCausalLM
+    model: LlamaForCausalLM | FallbackForCausalLM
     store: StateStore
     mixers: tuple[Mixer, ...]
     state: RowState

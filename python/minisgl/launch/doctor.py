@@ -133,6 +133,9 @@ def _model(args: ServerArgs) -> Facts:
         "model",
         f"{model_name(config.model)}: {m.architecture}, {m.num_weights / GB:.2f} billion weights in {m.dtype}",
     )
+    if m.is_fallback:
+        yield "its layers", "are known once transformers has loaded the model"
+        return
     if device == "cpu":
         yield "its steps", f"op by op: {reason}" if (reason := refusal(spec)) else "in C++, if this machine has them"
     kinds = dict.fromkeys(m.mixer(layer, spec.info) for layer in range(m.num_layers))

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any, Final
 
 from minisgl.checkpoint import hf
@@ -31,6 +31,7 @@ if TYPE_CHECKING:
 
 DEFAULTS: Final = {"rms_norm_eps": 1e-6, "rope_theta": 10000.0}  # transformers' defaults, unless a family has its own
 KNOWN: Final = f"{', '.join(name.removesuffix('ForCausalLM') for name in FAMILIES)} (each with ForCausalLM)"
+PLAIN: Final = "LlamaForCausalLM"
 LARGE: Final = 2**26  # weights: 256 MB in float32
 MAX_LAYERS: Final = 4096  # more are a mistake or an attack on memory
 ACTIVATIONS: Final = {"silu": "silu", "swish": "silu", "gelu_pytorch_tanh": "gelu_tanh"}
@@ -108,10 +109,11 @@ class ModelConfig:
     is_interleaved: bool = False  # RoPE rotates adjacent elements of a head as they are stored
     is_rounded: bool = False  # the file has fewer than 16 bits for a weight, in a format that no device keeps
     gives_back: bool = False  # pages before the windows, if no layer needs them
+    is_fallback: bool = False  # transformers computes the model
 
     @property
     def family(self) -> Family:
-        return FAMILIES[self.architecture]
+        return FAMILIES[PLAIN if self.is_fallback else self.architecture]
 
     @property
     def num_layers(self) -> int:
@@ -269,11 +271,31 @@ class ModelConfig:
         )
 
 
-def _architecture(config: dict[str, Any]) -> str:
+def fallback_config(config: dict[str, Any]) -> ModelConfig:
+    """Return what config.json tells of a decoder that transformers computes, as if it had one tiny layer.
+
+    Its own layers are seen once it is loaded. Raises `ConfigError` for one that cannot be served.
+    """
+    name = _name(config)
+    if config.get("is_encoder_decoder"):
+        raise ConfigError(f"--model-impl transformers cannot run {name:.60}: it has an encoder")
+    kept = ("vocab_size", "dtype", "torch_dtype", "tie_word_embeddings", "quantization_config")
+    plain = {key: config[key] for key in kept if key in config}
+    plain |= {"hidden_size": hf.first_of(config, hf.WIDTHS), "max_position_embeddings": hf.max_model_len(config)}
+    plain |= {"num_attention_heads": 1, "head_dim": 2, "intermediate_size": 1, "num_hidden_layers": 1}
+    model = ModelConfig.from_hf({"architectures": [PLAIN], **plain})
+    return replace(model, architecture=name, is_fallback=True)
+
+
+def _name(config: dict[str, Any]) -> str:
     names = config.get("architectures")
     if not isinstance(names, list) or len(names) != 1 or not isinstance(names[0], str):
         raise ConfigError(f"config.json has architectures={names!r:.60}; it must name one of {KNOWN}")
-    name = names[0]
+    return names[0]
+
+
+def _architecture(config: dict[str, Any]) -> str:
+    name = _name(config)
     if name in FAMILIES:
         return name
     kind = config.get("model_type")
@@ -283,7 +305,7 @@ def _architecture(config: dict[str, Any]) -> str:
             return found
         kinds = ", ".join(kind for family in FAMILIES.values() for kind in family.text_types)
         raise ConfigError(f"the text part of {name:.60} is a {kind!r:.60}, which is not supported; supported: {kinds}")
-    raise ConfigError(f"model architecture {name:.60} is not supported; supported: {KNOWN}")
+    raise ConfigError(f"model architecture {name:.60} is not supported; try --model-impl transformers, or {KNOWN}")
 
 
 def _flag(config: dict[str, Any], value: bool | str) -> bool:

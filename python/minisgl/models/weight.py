@@ -38,6 +38,7 @@ from minisgl.ops.quantized import INT8, MXFP4, Format, Quantized, Rounding, roun
 if TYPE_CHECKING:
     from minisgl.checkpoint.quantization import Quantization
     from minisgl.device.device import Device, Uploader
+    from minisgl.models.fallback import FallbackForCausalLM
     from minisgl.models.families import ExpertFlags
     from minisgl.models.model_config import ModelConfig
     from minisgl.ops.table import OpTable
@@ -98,7 +99,7 @@ def load_model(
     comm: Communicator | None = None,
     target_format: Format | None = None,
     supports_format: Callable[[Format], bool] = lambda kind: False,
-) -> LlamaForCausalLM:
+) -> LlamaForCausalLM | FallbackForCausalLM:
     """Build this rank's shard of the model and fill it from `folder`, or with fixed random numbers if `dummy`.
 
     Projections are quantized to `target_format`, if given, else converted to `dtype`. A quantized matrix whose format
@@ -106,6 +107,10 @@ def load_model(
     checkpoint does not fit its config.json.
     """
     comm = comm or SoloCommunicator(ALONE, device.torch_device)
+    if config.is_fallback:
+        from minisgl.models.fallback import load_fallback  # imports transformers
+
+        return load_fallback(folder, config, Builder(ops, dtype, device.torch_device), dummy=dummy)
 
     def build(format_of: Callable[[str], Format | None]) -> LlamaForCausalLM:
         return LlamaForCausalLM(Builder(ops, dtype, device.torch_device, comm, format_of), config)

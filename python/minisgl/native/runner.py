@@ -48,6 +48,8 @@ PLAIN: Final = Flag.SAMPLES | Flag.FROM_DEVICE | Flag.DRAFTS | Flag.MASKED  # th
 def refusal(spec: EngineSpec) -> str | None:
     """Return why the C++ step cannot run a model with these settings; None if it can."""
     m = spec.model
+    if m.is_fallback:
+        return "transformers computes the model"
     if spec.info.size > 1:
         return "the model is sharded over several ranks"
     if spec.attention_backend != "auto":

@@ -175,6 +175,13 @@ class EngineConfig(Settings):
         aliases=("model_source",),
         choices=("huggingface", "modelscope"),
     )
+    model_impl: str = option(
+        "minisgl",
+        "whose code computes the model: transformers = that of the installed package, for decoders that minisgl does "
+        "not have; slower, on one device, not quantized",
+        choices=("minisgl", "transformers"),
+        words={"auto": "minisgl", "vllm": "minisgl", "sglang": "minisgl"},
+    )
     dtype: str = option(
         "auto",
         "data type of weights and KV cache; auto = on a GPU the checkpoint's, on a CPU float32, or bfloat16 for a "

@@ -149,7 +149,10 @@ def test_unsupported_experts_are_refused(changes: dict, message: str):
 
 
 REFUSED = {
-    "architecture": ({"architectures": ["GPT2LMHeadModel"]}, "GPT2LMHeadModel is not supported; supported: Llama"),
+    "architecture": (
+        {"architectures": ["GPT2LMHeadModel"]},
+        "GPT2LMHeadModel is not supported; try --model-impl transformers, or Llama",
+    ),
     "no architecture": ({"architectures": None}, "must name one of"),
     "quantized": ({"quantization_config": {"quant_method": "hqq"}}, r"quantized by hqq, .* supported: fp8,.* awq"),
     "quantized, somehow": ({"quantization_config": {}}, r"quantized by a method without a name"),

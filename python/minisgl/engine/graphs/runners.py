@@ -14,6 +14,7 @@ from minisgl.engine.graphs.step import CapturedRunner
 from minisgl.engine.pooling import base_runner
 from minisgl.engine.trial import decode_plan, draft_plan, largest_prefill
 from minisgl.kernels.triton.launch import compile_ahead
+from minisgl.models.llama import LlamaForCausalLM
 from minisgl.process.log import Progress
 
 if TYPE_CHECKING:
@@ -84,4 +85,6 @@ class CudaRunners:
 def _rehearsal(parts: Parts) -> AbstractContextManager[None]:
     """Steps in this context only compile and load kernels. A drafter may read any layer."""
     has_drafter = parts.drafting is not None and parts.drafting.model is not None
-    return nullcontext() if has_drafter else parts.model.shortened()
+    if has_drafter or not isinstance(parts.model, LlamaForCausalLM):
+        return nullcontext()
+    return parts.model.shortened()
