@@ -46,7 +46,7 @@ def _gemv(
     offs_n = tl.program_id(0) * BLOCK_N + tl.arange(0, BLOCK_N)
     first_k = tl.arange(0, BLOCK_K)
     weight_ptrs = weight_ptr + tl.minimum(offs_n, n_out - 1).to(tl.int64)[:, None] * n_in
-    up_ptrs = weight_ptrs + n_out.to(tl.int64) * n_in
+    up_ptrs = weight_ptrs + n_in.to(tl.int64) * n_out  # n_out may be a constant 1
     if PDL:
         gdc_launch_dependents()
         first = tl.load(weight_ptrs + first_k[None, :], mask=(first_k < n_in)[None, :], other=0.0)
