@@ -21,16 +21,19 @@ from contract.harness import Span
 from contract.native_engine import PAGES, ROWS, NativeEngine
 from minisgl import LLM, SamplingParams
 from minisgl.core.layout import ROW_STATE, Flag
+from minisgl.core.rounding import round_up
 from minisgl.distributed.group import Group
 from minisgl.distributed.info import ALONE
 from minisgl.engine.engine import Engine
 from minisgl.engine.resolve import resolve
 from minisgl.engine.runner import EagerRunner
+from minisgl.models.families import FAMILIES
 from minisgl.models.model_config import ModelConfig
 from minisgl.models.positions import SLIDING
 from minisgl.native import build
 from minisgl.native import library as native
-from minisgl.native.runner import layers_refusal, refusal
+from minisgl.native.packing import LANES
+from minisgl.native.runner import refusal
 from minisgl.ops.quantized import round_fp8
 from minisgl.ops.reference import HeadTransform
 from minisgl.settings.options import EngineConfig
@@ -55,38 +58,59 @@ SHAPES = {
 }
 
 
+EXPERT_SIZES = ("moe_intermediate_size", "shared_expert_intermediate_size")
+
+
 def wide(config: Any) -> Any:
     """A copy whose matrices all have columns in chunks of 128, as matrices of 4 bits need."""
     config = copy.deepcopy(config)
     config.hidden_size, config.intermediate_size = 128, 256
+    for name in EXPERT_SIZES:
+        if hasattr(config, name):
+            setattr(config, name, 128)
     config.head_dim = max(32, getattr(config, "head_dim", 0))
     config.initializer_range = 0.1
     return config
 
 
-def is_taken(config: Any) -> bool:
+def padded(config: Any) -> Any:
+    """A copy with sizes that are multiples of 16, which the native step needs."""
+    config = copy.deepcopy(config)
+    for name in ("head_dim", *EXPERT_SIZES):
+        if size := getattr(config, name, None):
+            setattr(config, name, round_up(size, LANES))
+    return config
+
+
+REFUSED = {
+    "Gemma4ForCausalLM": "norms of v",
+    "Gemma4UnifiedForCausalLM": "norms of v",
+    "LagunaForCausalLM": "gates of attention's output",
+}
+
+
+def taken() -> dict[str, Any]:
+    """The configurations, with sizes that the native step takes."""
+    ours = {name: padded(c) for name, c in configurations().items() if architecture(c) not in REFUSED}
+    narrow = [name for name, c in ours.items() if refusal_of(c) == "head_dim 8 is not a multiple of 16"]
+    return {name: c for name, c in ours.items() if name not in narrow} | SHAPES
+
+
+def refusal_of(config: Any) -> str | None:
     whole = config.to_dict() | {"architectures": [architecture(config)]}
-    return layers_refusal(ModelConfig.from_hf(whole)) is None
+    return refusal(replace(resolve(EngineConfig(), "cpu"), model=ModelConfig.from_hf(whole)))
 
 
-def dense() -> dict[str, Any]:
-    """The configurations that the native step takes."""
-    ours = {
-        name: c
-        for name, c in configurations().items()
-        if is_taken(c) and (getattr(c, "head_dim", None) or c.hidden_size // c.num_attention_heads) % 16 == 0
-    }
-    return ours | SHAPES
-
-
-@pytest.fixture(scope="module", params=dense())
+@pytest.fixture(scope="module", params=taken())
 def checkpoint(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Checkpoint:
-    return save(tmp_path_factory.mktemp(request.param), dense()[request.param])
+    return save(tmp_path_factory.mktemp(request.param), taken()[request.param])
 
 
-def test_every_family_of_the_native_step_has_a_case():
-    taken = {architecture(c) for c in configurations().values() if is_taken(c)}
-    assert {architecture(c) for c in dense().values()} == taken
+def test_every_family_runs_in_the_native_step_or_is_named():
+    assert {architecture(c) for c in taken().values()} == FAMILIES.keys() - REFUSED.keys()
+    for config in configurations().values():
+        if (name := architecture(config)) in REFUSED:
+            assert refusal_of(config) == f"{name} has {REFUSED[name]}"
 
 
 def assert_close(ours: torch.Tensor, theirs: torch.Tensor, tolerance: float = 1e-4) -> None:
@@ -99,7 +123,7 @@ def test_logits_are_those_of_transformers(checkpoint: Checkpoint, isa: str, requ
 
     Each instruction set meets each page size, on every third model.
     """
-    turn = list(dense()).index(request.node.callspec.params["checkpoint"]) + native.usable_isas().index(isa)
+    turn = list(taken()).index(request.node.callspec.params["checkpoint"]) + native.usable_isas().index(isa)
     engine = NativeEngine.load(checkpoint.folder, page_size=(16, 1, 64)[turn % 3])
     want = checkpoint.logits(A)
     assert_close(engine.step([Span(0, 0, A[:80])]), want[79:80])
@@ -115,18 +139,19 @@ def test_logits_are_those_of_transformers(checkpoint: Checkpoint, isa: str, requ
 
 
 def test_bfloat16_is_as_close_as_transformers(checkpoint: Checkpoint, isa: str):
+    """At half of the positions or more: rounding makes both choose other experts now and then."""
     want = checkpoint.logits(A)
     with torch.inference_mode():
         theirs = copy.deepcopy(checkpoint.model).bfloat16()(torch.tensor([A])).logits[0].float()
     engine = NativeEngine.load(checkpoint.folder, dtype="bfloat16")
-    lengths = range(60, 91, 3)
-    last = torch.tensor(lengths) - 1
-    ours = torch.cat([engine.step([Span(row, 0, A[:n])]) for row, n in enumerate(lengths)])
+    spans = [Span(0, 0, A[:20]), *(Span(0, i, [A[i]]) for i in range(20, len(A)))]
+    ours = torch.cat([engine.step([span]) for span in spans])
 
     def error(logits: torch.Tensor) -> float:
-        return float(((logits - want[last]).abs().amax(-1) / want[last].abs().amax(-1)).mean())
+        return float(((logits - want[19:]).abs().amax(-1) / want[19:].abs().amax(-1)).median())
 
-    assert error(ours) <= 1.1 * error(theirs[last]) <= 0.2
+    factor = 1.1 if engine.engine.parts.model.config.experts is None else 1.25
+    assert error(ours) <= factor * error(theirs[19:]) <= 0.2
 
 
 def ways(engine: NativeEngine) -> Iterator[torch.Tensor]:
@@ -230,13 +255,19 @@ def test_a_cache_of_8_bits(tmp_path: Path, isa: str, shape: str, page_size: int)
             assert torch.equal(got[:, :used].reshape(want.shape).view(torch.uint8), want.view(torch.uint8))
 
 
+MANY_SHAPES = (
+    *("qwen3-tied-wide-heads", "windows", "one-kv-head", "gemma2", "glm4", "olmo3", "phi"),
+    *("qwen3-moe-every-second-layer", "qwen2-moe", "glm4-moe", "gpt-oss"),
+)
+
+
 @pytest.mark.parametrize(("quantization", "cache"), [(None, "auto"), ("int8", "auto"), ("int4", "auto"), (None, "fp8")])
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
 def test_bits_do_not_depend_on_the_company(tmp_path: Path, isa: str, dtype: str, quantization: str | None, cache: str):
     """Nor on chunks, prefix hits, page size or threads, on all instruction sets."""
-    for config in (dense()["qwen3-tied-wide-heads"], SHAPES["windows"], SHAPES["one-kv-head"]):
-        folder = tmp_path / config.model_type
-        save(folder, wide(config) if quantization == "int4" else config)
+    for name in MANY_SHAPES:
+        config, folder = taken()[name], tmp_path / name
+        save(folder, wide(config) if quantization else config)
         want = None
         for page_size, threads in ((16, 2), (32 if cache == "fp8" else 1, 1), (64, 3)):
             engine = NativeEngine.load(folder, dtype, page_size, threads, quantization=quantization, cache=cache)
@@ -386,7 +417,7 @@ def runner_of(folder: Path) -> object:
 
 
 def test_other_models_and_wishes_run_op_by_op(tmp_path: Path):
-    for name in ("mistral-window", "qwen2", "gemma3", "mixtral"):
+    for name in ("mistral-window", "qwen2"):  # their heads are not a multiple of 16
         save(tmp_path / name, configurations()[name])
         assert isinstance(runner_of(tmp_path / name), EagerRunner)
     assert "float16" in str(refusal(resolve(EngineConfig(dtype="float16"), "cpu")))

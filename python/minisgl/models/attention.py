@@ -62,7 +62,7 @@ class Attention:
         o_proj = f"{name}.{family.names.get('o_proj', 'o_proj')}"
         self.o_proj = Linear(builder, {o_proj: c.hidden_size}, q, bias=c.o_bias)
         norms, eps = (f"{name}.q_norm", f"{name}.k_norm"), c.rms_norm_eps
-        self._norm = HeadsNorm(builder, norms, q, k, eps, rotated) if c.qk_norm == "all" else None
+        self.heads_norm = HeadsNorm(builder, norms, q, k, eps, rotated) if c.qk_norm == "all" else None
         q_norm = k_norm = None
         if c.qk_norm == "head":
             order = None if is_ordered else head
@@ -103,8 +103,8 @@ class Attention:
 
         `gates` [T, Hq] or [T, Hq D] multiply attention's output.
         """
-        if self._norm is not None:
-            self._norm.sum_(qkv)
+        if self.heads_norm is not None:
+            self.heads_norm.sum_(qkv)
         out: Tensor = ctx.mixers[self.mixer].attend(qkv, self.heads, self.kv.pages)
         if gates is not None:
             out = out * gates.view(*out.shape[:2], -1).to(out.dtype)

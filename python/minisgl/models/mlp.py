@@ -76,19 +76,19 @@ class SparseMLP:
         name = f"model.layers.{index}" + (f".{flags.module}" if flags.module else "")
         gate, up, down = flags.parts
         experts = [f"{name}.experts.{e}" for e in range(count)]
-        self._is_plain = flags.scoring == "softmax" and not flags.bias
-        if self._is_plain:
+        self.is_plain = flags.scoring == "softmax" and not flags.bias
+        if self.is_plain:
             self.router = Linear(builder, {f"{name}.{flags.router}": count}, hidden_size, bias=flags.has_bias)
         else:
-            self._scorer = builder.parameter({f"{name}.{flags.router}.weight": count}, hidden_size, dtype=torch.float32)
+            self.scorer = builder.parameter({f"{name}.{flags.router}.weight": count}, hidden_size, dtype=torch.float32)
             shape = (count,) if flags.bias_rows is None else (flags.bias_rows, count)
-            self._bias = builder.parameter({f"{name}.{flags.bias}": shape[0]}, *shape[1:], dtype=torch.float32)
-        self.shared, self._shared_gate = None, None
+            self.bias = builder.parameter({f"{name}.{flags.bias}": shape[0]}, *shape[1:], dtype=torch.float32)
+        self.shared, self.shared_gate = None, None
         if self.experts.shared_size:
             module = f"{flags.module}.{flags.shared}"
             self.shared = GatedMLP(builder, config, index, module, self.experts.shared_size)
             if flags.shared_gate:
-                self._shared_gate = Linear(builder, {f"{name}.{flags.shared_gate}": 1}, hidden_size, bias=False)
+                self.shared_gate = Linear(builder, {f"{name}.{flags.shared_gate}": 1}, hidden_size, bias=False)
         shard = builder.shard(self.experts.intermediate_size, "intermediate features of an expert")
         up_names = [f"{expert}.{part}" for expert in experts for part in (gate, up)]
         down_names = [f"{expert}.{down}" for expert in experts]
@@ -102,7 +102,7 @@ class SparseMLP:
             builder.experts({f"{n}.weight": shard for n in up_names}, hidden_size, count),
             builder.experts({f"{n}.weight": hidden_size for n in down_names}, shard, count),
             e.top_k,
-            e.normalise or not self._is_plain,  # scores are given as logits of a softmax
+            e.normalise or not self.is_plain,  # scores are given as logits of a softmax
             up_bias,
             down_bias,
             flags.gate,
@@ -123,19 +123,19 @@ class SparseMLP:
             out = (out * factor).to(out.dtype)
         if self.shared is not None:
             shared = finished(self.shared.forward(Stream(normed), None).x)
-            if self._shared_gate is not None:
-                shared = finished(self._shared_gate.forward(normed)).sigmoid() * shared
+            if self.shared_gate is not None:
+                shared = finished(self.shared_gate.forward(normed)).sigmoid() * shared
             out = out + shared
         return out
 
     def _route(self, x: Tensor) -> tuple[Tensor, Tensor | float]:
         """Return logits for `moe`, and a factor of its result, a number or [T, 1]."""
         e = self.experts
-        if self._is_plain:
+        if self.is_plain:
             return finished(self.router.forward(x)), e.scale
         scores = chosen_scores(
-            soft_cap(F.linear(x.float(), self._scorer), e.softcap),
-            self._bias.view(-1),
+            soft_cap(F.linear(x.float(), self.scorer), e.softcap),
+            self.bias.view(-1),
             e.flags.scoring,
             e.top_k,
             e.groups,

@@ -21,13 +21,20 @@ from minisgl.settings.options import MAX_DRAFTS
 HEADER: Final = Path(__file__).parent / "cpp" / "layout.h"
 
 _Fields = tuple[tuple[str, str], ...]
-"""Rows of (C++ type, names of the fields with that type). All types have 8 bytes."""
+"""Rows of (C++ type, names of the fields with that type). All types but `Packed` have 8 bytes."""
 
+PACKED: Final[_Fields] = (  # one matrix, or several of a shape, one after another
+    ("const void*", "data"),
+    ("int64_t", "bits rows cols"),  # bits: 8, 4, or 0 for the model's type; the rows are those of one matrix
+    ("const float*", "bias"),  # [matrices, rows] or null
+)
 LAYER_WEIGHTS: Final[_Fields] = (
-    ("const void*", "qkv o gate_up down"),
-    ("int64_t", "qkv_bits o_bits gate_up_bits down_bits"),  # 8, 4, or 0 for the model's type
-    ("const float*", "qkv_bias o_bias gate_up_bias down_bias"),  # or null
-    ("const float*", "input_norm post_norm q_norm k_norm"),  # the last two or null
+    ("Packed", "qkv o"),
+    ("Packed", "up down shared_up shared_down"),  # of the MLP or all experts, and beside experts; up has the gate above
+    ("Packed", "router"),  # in float32, or null; row `experts`: shared gate
+    ("const float*", "rank_bias"),  # [experts] for the choice only, or null
+    ("const float*", "input_norm attention_norm mlp_norm output_norm"),  # before and after both blocks, or null
+    ("const float*", "q_norm k_norm"),  # or null
     ("const float*", "cos_sin"),  # [positions, dim]
     ("int64_t", "window"),  # 0 = none
     ("const int32_t*", "page_table"),  # [table_rows, table_width], of the layer's group
@@ -38,11 +45,13 @@ LAYER_WEIGHTS: Final[_Fields] = (
     ("double", "softcap"),  # 0 = none
 )
 MODEL_SPEC: Final[_Fields] = (
-    ("int64_t", "is_bf16 head_bits layers hidden intermediate vocab head_rows heads kv_heads dim page threads is_tied"),
-    ("double", "eps scale"),
+    ("int64_t", "is_bf16 layers hidden vocab heads kv_heads dim page threads is_tied"),
+    ("int64_t", "is_parallel is_layer_norm norms_all_heads activation expert_activation"),
+    ("int64_t", "experts top_k groups top_groups is_sigmoid normalises"),
+    ("double", "eps block_eps scale embedding_scale expert_scale logit_cap"),  # block_eps: after blocks, of q and of k
     ("const LayerWeights*", "weights"),  # [layers]
-    # [vocab, hidden] and [head_rows, hidden]; if they are tied, only the packed head is read
-    ("const void*", "embedding head"),
+    ("const void*", "embedding"),  # [vocab, hidden]; if it is tied, only the packed head is read
+    ("Packed", "head"),
     ("const float*", "final_norm"),
     ("int32_t*", "page_tables"),  # [groups, table_rows, table_width]
     ("int64_t", "table_rows table_width"),
@@ -50,10 +59,11 @@ MODEL_SPEC: Final[_Fields] = (
     ("Row*", "rows"),
     ("int32_t*", "lengths drafts"),  # of `Drafting`, or null
     ("void*", "target"),  # of a draft model: the model whose tokens it drafts; the fields below: of an EAGLE-3 head
-    ("const void*", "fc"),  # [hidden, TAPS * hidden], in 8 bits
+    ("Packed", "fc"),  # [hidden, TAPS * hidden], in 8 bits
     ("const float*", "hidden_norm"),
-    ("const int64_t*", "draft_ids taps"),  # [head_rows] token ids, [TAPS] layers of the target
+    ("const int64_t*", "draft_ids taps"),  # [head's rows] token ids, [TAPS] layers of the target
 )
+ACTIVATIONS: Final = ("silu", "gelu_tanh", "gelu", "relu2", "clamped")
 TAPS: Final = 3
 STEP_PLAN: Final[_Fields] = (  # the arrays of a `core.BatchPlan`
     ("const Slot*", "slots"),
@@ -82,6 +92,15 @@ def _ctypes_fields(fields: _Fields) -> list[tuple[str, Any]]:
     return [(name, _CTYPES.get(kind, ctypes.c_void_p)) for kind, names in fields for name in names.split()]
 
 
+class Packed(ctypes.Structure):
+    """Address and sizes of one packed matrix, or of several stacked ones."""
+
+    _fields_ = _ctypes_fields(PACKED)
+
+
+_CTYPES["Packed"] = Packed
+
+
 class LayerWeights(ctypes.Structure):
     """Addresses of one layer's weights and K/V pages; biases and norms are float32."""
 
@@ -107,6 +126,7 @@ def _header() -> Iterator[str]:
     flags = {name: value for name, value in vars(Flag).items() if name.isupper()}
     yield f"enum Flag : int32_t {{ {', '.join(f'k{_camel(name)} = {value}' for name, value in flags.items())} }};"
     yield ""
+    yield f"enum Activation : int64_t {{ {', '.join('k' + _camel(name) for name in ACTIVATIONS)} }};"
     yield f"constexpr int kMaxDrafts = {MAX_DRAFTS}, kProposed = {PROPOSED}, kTaps = {TAPS};"
     yield ""
     yield "// Records of a plan: 32-bit words, without padding."
@@ -115,7 +135,8 @@ def _header() -> Iterator[str]:
         yield from _record(name, record)
     yield "#pragma pack(pop)"
     yield ""
-    for name, rows in (("LayerWeights", LAYER_WEIGHTS), ("ModelSpec", MODEL_SPEC), ("StepPlan", STEP_PLAN)):
+    structures = {"Packed": PACKED, "LayerWeights": LAYER_WEIGHTS, "ModelSpec": MODEL_SPEC, "StepPlan": STEP_PLAN}
+    for name, rows in structures.items():
         yield f"struct {name} {{"
         yield from (f"    {_declaration(kind, names.split())};" for kind, names in rows)
         yield "};"

@@ -10,16 +10,19 @@ from typing import TYPE_CHECKING, Any, Final
 
 import numpy as np
 import torch
+from torch.nn import functional as F
 
 from minisgl.core.errors import ConfigError, NativeError
 from minisgl.core.layout import NO_MASKS, NO_PAGE_WRITES, NO_ROW_STATES, SLOT, Flag
 from minisgl.core.plan import BatchPlan, StepResult
+from minisgl.core.rounding import round_up
 from minisgl.engine.batch import make_sampling
 from minisgl.engine.draft_model import SAMPLED_ALIKE, DraftModel, Eagle3, draft_spec, drafted_rows
 from minisgl.engine.pooling import base_runner
 from minisgl.engine.runner import ForwardOutput
-from minisgl.models.families import PRE
-from minisgl.native.abi import LayerWeights, ModelSpec, StepPlan
+from minisgl.layers.linear import LayerNorm
+from minisgl.models.mlp import GatedMLP, PlainMLP, SparseMLP
+from minisgl.native.abi import ACTIVATIONS, LayerWeights, ModelSpec, Packed, StepPlan
 from minisgl.native.library import NativeLibrary, load_native
 from minisgl.native.packing import LANES, pack_weights
 from minisgl.ops.quantized import INT8, Format, Quantized, data_and_scale
@@ -36,6 +39,8 @@ if TYPE_CHECKING:
     from minisgl.engine.config import EngineSpec
     from minisgl.engine.drafting import Drafting
     from minisgl.engine.runner import Parts, Runner
+    from minisgl.layers.linear import Linear, Norm
+    from minisgl.models.attention import Attention
     from minisgl.models.model_config import ModelConfig
 
 _log = logging.getLogger("minisgl.native")
@@ -68,8 +73,12 @@ def refusal(spec: EngineSpec) -> str | None:
     step = INT8.group if spec.quantization else LANES
     has_head = spec.draft is not None and spec.draft.kind == "eagle3"  # which reads hidden states in 8 bits
     sizes |= {"hidden_size": (m.hidden_size, INT8.group if has_head else step)}
-    sizes |= {"intermediate_size": (m.intermediate_size, step)}
     sizes |= {"heads * head_dim": (m.num_heads * m.head_dim, step)}
+    e = m.experts
+    if e is None or e.dense_layers:
+        sizes |= {"intermediate_size": (m.intermediate_size, step)}
+    if e is not None:
+        sizes |= {e.flags.size_key: (e.intermediate_size, step), "size of shared experts": (e.shared_size, step)}
     for name, (size, divisor) in sizes.items():
         if size % divisor:
             return f"{name} {size} is not a multiple of {divisor}"
@@ -78,15 +87,13 @@ def refusal(spec: EngineSpec) -> str | None:
 
 def layers_refusal(m: ModelConfig) -> str | None:
     """Return what the C++ step does not have of a model's layers; None if it has all."""
-    family = m.family
     missing = {
-        "experts": m.experts is not None,
-        "another order of norms": family.norms != PRE or family.is_parallel,
-        "LayerNorm": family.norm != "rms",
-        f"the activation {m.activation}": m.activation != "silu" or not family.is_gated,
-        "a norm over all heads": m.qk_norm == "all",
-        "a multiplier of embeddings": m.embedding_scale != 1.0,
-        "a limit of logits": m.logit_softcap > 0,
+        "norms of v": m.family.norms_v,
+        "layers that end as those of Gemma 4": m.family.has_layer_tail,
+        "gates of attention's output": m.output_gate != "",
+        "layers with different heads": len({(x.heads, x.kv_heads, x.head_dim) for x in m.layers}) > 1,
+        "experts beside the MLP": m.experts is not None and m.experts.flags.is_beside,
+        "a limit of the router's logits": m.experts is not None and m.experts.softcap > 0,
     }
     return next((name for name, is_missing in missing.items() if is_missing), None)
 
@@ -104,8 +111,16 @@ class NativeModel:
         self._library = library
         self._vocab_size = parts.model.config.vocab_size
         self._kept: list[Any] = []  # keeps alive what the library has addresses of, besides the weights
-        self._bits: dict[int, int] = {}  # id of a rounded matrix -> bits
-        model = self._model(parts, spec, fields) if eagle is None else self._eagle(eagle, fields)
+        self._matrices: list[tuple[Packed, Any]] = []  # what the library reads, and the weights to pack for it
+        if eagle is None:
+            model, to_round = self._model(parts, spec, fields)
+        else:
+            model, to_round = self._eagle(eagle, fields)
+        pack_weights([weight for _, weight in self._matrices], to_round, library)
+        for packed, weight in self._matrices:
+            if any(weight is rounded for rounded in to_round):
+                packed.bits = INT8.bits
+            packed.data = _data(weight).data_ptr()
         self.handle = library.create(byref(model))
         self._close = weakref.finalize(self, library.destroy, self.handle)
 
@@ -117,37 +132,83 @@ class NativeModel:
         kind = c_float * (count * self._vocab_size)
         return torch.from_numpy(np.ctypeslib.as_array(kind.from_address(address))).view(count, self._vocab_size)
 
-    def _model(self, parts: Parts, spec: EngineSpec, fields: dict[str, Any]) -> ModelSpec:
-        model: Any = parts.model  # of LlamaDecoderLayers with a GatedMLP, see `refusal`
-        decoder, embedding, head = model.model, model.model.embed_tokens.weight, model.lm_head.weight
-        matrices = [p.tensor for p in model.parameters if p.tensor is not embedding or head is embedding]
-        self._pack(matrices, [head] if spec.quantization else [])
-        layers = [(x.self_attn, x.mlp, x.norms[0], x.norms[2]) for x in decoder.layers]
-        fields |= {"is_tied": head is embedding, "embedding": embedding.data_ptr()}
-        return self._spec(parts, spec, layers, head, decoder.norm, fields)
+    def _model(self, parts: Parts, spec: EngineSpec, fields: dict[str, Any]) -> tuple[ModelSpec, list[Any]]:
+        """Return the model's `ModelSpec` and the weights to round to 8 bits."""
+        model: Any = parts.model
+        decoder, embedding, head = model.model, model.model.embed_tokens, model.lm_head
+        whole = {_data(p.tensor).data_ptr(): p.tensor for p in model.parameters}
+        for layer in decoder.layers:
+            if isinstance(layer.mlp, SparseMLP):  # views would keep the memory of weights that have been packed
+                gate_up, down = (whole[_data(w).data_ptr()] for w in layer.mlp.weights[:2])
+                layer.mlp.weights = layer.mlp.weights._replace(gate_up=gate_up, down=down)
+        layers = [(x.self_attn, x.mlp, x.norms) for x in decoder.layers]
+        fields |= {"is_tied": head.weight is embedding.weight, "embedding": embedding.weight.data_ptr()}
+        fields |= {"embedding_scale": embedding.scale}
+        result = self._spec(parts, spec, layers, head, decoder.norm, fields)
+        return result, [head.weight] if spec.quantization else []
 
-    def _eagle(self, eagle: Eagle3, fields: dict[str, Any]) -> ModelSpec:
+    def _eagle(self, eagle: Eagle3, fields: dict[str, Any]) -> tuple[ModelSpec, list[Any]]:
         """Round the matrices to 8 bits if possible: reading 16 bits costs more time than worse drafts do."""
         head = eagle.head
-        matrices: list[Any] = [p.tensor for p in head.parameters]
-        self._pack(matrices, [w for w in matrices if len(w.shape) == 2 and w.shape[1] % INT8.group == 0])
         self._kept += [head.draft_ids, torch.tensor(eagle.layers)]
         fields["draft_ids"], fields["taps"] = (tensor.data_ptr() for tensor in self._kept[-2:])
-        fields["fc"], _ = self._matrix(head.fc.weight)
-        fields["hidden_norm"] = self._float(head.hidden_norm.weight)
-        layer = head.attention, head.mlp, head.embedding_norm, head.mlp_norm
-        return self._spec(eagle.parts, eagle.spec, [layer], head.lm_head.weight, head.norm, fields)
+        fields["hidden_norm"] = self._norm(head.hidden_norm)
+        layer = head.attention, head.mlp, (head.embedding_norm, None, head.mlp_norm, None)
+        result = self._spec(eagle.parts, eagle.spec, [layer], head.lm_head, head.norm, fields)
+        self._linear(result.fc, head.fc)
+        weights: list[Any] = [weight for _, weight in self._matrices]
+        return result, [w for w in weights if w.shape[1] % INT8.group == 0]
 
-    def _pack(self, tensors: list[Any], to_round: list[Any]) -> None:
-        """Pack the matrices among `tensors`; those in `to_round` in 8 bits."""
-        self._bits = {id(weight): INT8.bits for weight in to_round}
-        pack_weights([w for w in tensors if len(w.shape) == 2], to_round, self._library)
+    def _linear(self, packed: Packed, linear: Linear) -> None:
+        """Fill `packed`, all but the address, from a projection."""
+        packed.bias = self._float(linear.bias)
+        self._matrix(packed, linear.weight)
 
-    def _matrix(self, weight: Tensor | Quantized) -> tuple[int, int]:
-        """Return the address of a packed matrix, and its bits: 8, 4, or 0 for the model's type."""
-        if isinstance(weight, Quantized):
-            return weight.data.data_ptr(), weight.format.bits
-        return weight.data_ptr(), self._bits.get(id(weight), 0)
+    def _matrix(self, packed: Packed, weight: Tensor | Quantized, count: int = 1) -> None:
+        """Fill `packed`, all but the address, from `count` matrices above each other."""
+        rows, packed.cols = weight.shape
+        packed.rows = rows // count
+        packed.bits = weight.format.bits if isinstance(weight, Quantized) else 0
+        self._matrices.append((packed, weight))
+
+    def _mlp(self, layer: LayerWeights, mlp: SparseMLP | GatedMLP | PlainMLP) -> None:
+        """Fill the fields of a layer's MLP, or of its experts."""
+        if isinstance(mlp, SparseMLP):
+            self._matrix(layer.up, mlp.weights.gate_up, mlp.experts.count)
+            self._matrix(layer.down, mlp.weights.down, mlp.experts.count)
+            layer.up.bias, layer.down.bias = map(self._float, (mlp.weights.gate_up_bias, mlp.weights.down_bias))
+            self._router(layer, mlp)
+            if mlp.shared is not None:
+                self._linear(layer.shared_up, mlp.shared.gate_up_proj)
+                self._linear(layer.shared_down, mlp.shared.down_proj)
+        else:
+            self._linear(layer.up, mlp.gate_up_proj if isinstance(mlp, GatedMLP) else mlp.up_proj)
+            self._linear(layer.down, mlp.down_proj)
+
+    def _router(self, layer: LayerWeights, mlp: SparseMLP) -> None:
+        """Fill the router's fields with a float32 copy of it, and of the gate of the MLP beside the experts."""
+        packed, parts = layer.router, list[Any]()
+        if mlp.is_plain:
+            parts.append(mlp.router.weight)
+            if mlp.router.bias is not None:
+                packed.bias = self._float(F.pad(mlp.router.bias, (0, LANES)))
+        else:
+            parts.append(mlp.scorer)
+            layer.rank_bias = self._float(mlp.bias)
+        if mlp.shared_gate is not None:
+            parts.append(mlp.shared_gate.weight)
+        weight = torch.cat([part.float() for part in parts])
+        packed.rows, packed.cols = weight.shape
+        weight = F.pad(weight, (0, 0, 0, round_up(len(weight), LANES) - len(weight)))
+        self._library.pack(weight.data_ptr(), False, *weight.shape)
+        packed.data = self._float(weight)
+
+    def _norm(self, norm: Norm | None) -> int | None:
+        """Return the address of a norm's weight, which a LayerNorm's bias follows; None without a norm."""
+        if not isinstance(norm, LayerNorm):
+            return None if norm is None else self._float(norm.weight)
+        weight = norm.weight
+        return self._float(torch.stack([weight, torch.zeros_like(weight) if norm.bias is None else norm.bias]))
 
     def _float(self, tensor: Tensor | None) -> int | None:
         """Return the address of a float32 copy that lives as long as this model; None without a tensor."""
@@ -157,23 +218,27 @@ class NativeModel:
         address: int = self._kept[-1].data_ptr()
         return address
 
+    def _heads_norms(self, attention: Attention) -> tuple[int | None, int | None]:
+        """Return the addresses of the weights for q and for k."""
+        if attention.heads_norm is None:
+            return self._float(attention.heads.q_weight), self._float(attention.heads.k_weight)
+        weight = attention.heads_norm.weight
+        return self._float(weight[: attention.q_size]), self._float(weight[attention.q_size :])
+
     def _spec(
-        self, parts: Parts, spec: EngineSpec, layers: list[Any], head: Any, norm: Any, fields: dict[str, Any]
+        self, parts: Parts, spec: EngineSpec, layers: list[Any], head: Linear, norm: Norm, fields: dict[str, Any]
     ) -> ModelSpec:
-        """Return the model's `ModelSpec`. Each layer is (attention, MLP, norm before attention, norm before MLP)."""
-        m, state = spec.model, parts.state
+        """Return the model's `ModelSpec` without addresses of matrices. Each layer is (attention, MLP, four norms)."""
+        m, state, e = spec.model, parts.state, spec.model.experts
         weights = (LayerWeights * len(layers))()
         self._kept.append(weights)
         kinds = [m.mixer(index, spec.info) for index in range(len(layers))]
-        for layer, (attention, mlp, input_norm, post_norm), kind in zip(weights, layers, kinds, strict=True):
-            layer.qkv, layer.qkv_bits = self._matrix(attention.qkv_proj.weight)
-            layer.o, layer.o_bits = self._matrix(attention.o_proj.weight)
-            layer.gate_up, layer.gate_up_bits = self._matrix(mlp.gate_up_proj.weight)
-            layer.down, layer.down_bits = self._matrix(mlp.down_proj.weight)
-            layer.qkv_bias, layer.o_bias = self._float(attention.qkv_proj.bias), self._float(attention.o_proj.bias)
-            layer.gate_up_bias, layer.down_bias = self._float(mlp.gate_up_proj.bias), self._float(mlp.down_proj.bias)
-            layer.input_norm, layer.post_norm = self._float(input_norm.weight), self._float(post_norm.weight)
-            layer.q_norm, layer.k_norm = self._float(attention.heads.q_weight), self._float(attention.heads.k_weight)
+        for layer, (attention, mlp, norms), kind in zip(weights, layers, kinds, strict=True):
+            self._linear(layer.qkv, attention.qkv_proj)
+            self._linear(layer.o, attention.o_proj)
+            self._mlp(layer, mlp)
+            layer.input_norm, layer.attention_norm, layer.mlp_norm, layer.output_norm = map(self._norm, norms)
+            layer.q_norm, layer.k_norm = self._heads_norms(attention)
             layer.cos_sin = attention.heads.cos_sin.data_ptr()
             layer.sinks, layer.q_scale = self._float(attention.heads.sinks), self._float(attention.heads.q_scale)
             layer.window, layer.softcap = kind.window or 0, kind.softcap
@@ -181,29 +246,42 @@ class NativeModel:
             data, scale = data_and_scale(attention.kv.pages)
             layer.cache, layer.cache_scale = data.data_ptr(), None if scale is data else scale.data_ptr()
             layer.cache_stride = data.stride(0) * data.itemsize
-        fields["head"], fields["head_bits"] = self._matrix(head)
         sizes: dict[str, Any] = {
             "is_bf16": spec.dtype is torch.bfloat16,
             "layers": m.num_layers,
             "hidden": m.hidden_size,
-            "intermediate": m.intermediate_size,
             "vocab": self._vocab_size,
-            "head_rows": m.vocab_size,
             "heads": m.num_heads,
             "kv_heads": m.num_kv_heads,
             "dim": m.head_dim,
             "page": spec.page_size,
+            "is_parallel": m.family.is_parallel,
+            "is_layer_norm": m.family.norm == "layer",
+            "norms_all_heads": m.qk_norm == "all",
+            "activation": ACTIVATIONS.index(m.activation),
             "eps": m.norm_eps,
+            "block_eps": m.rms_norm_eps,
+            "logit_cap": m.logit_softcap,
             "scale": kinds[0].scale,
             "weights": addressof(weights),
-            "final_norm": self._float(norm.weight),
+            "final_norm": self._norm(norm),
             "last_token": state.last_token.data_ptr(),
             "rows": state.table.data_ptr(),
             "page_tables": state.page_tables.data_ptr(),
             "table_rows": state.page_tables.shape[1],
             "table_width": state.page_tables.shape[2],
         }
-        return ModelSpec(**(sizes | fields))
+        if e is not None:
+            sizes |= {"experts": e.count, "top_k": e.top_k, "groups": e.groups, "top_groups": e.top_groups}
+            sizes |= {"expert_activation": ACTIVATIONS.index(e.flags.gate)}
+            sizes |= {"is_sigmoid": e.flags.scoring == "sigmoid", "normalises": e.normalise, "expert_scale": e.scale}
+        result = ModelSpec(**(sizes | fields))
+        self._linear(result.head, head)
+        return result
+
+
+def _data(weight: Tensor | Quantized) -> Tensor:
+    return weight.data if isinstance(weight, Quantized) else weight
 
 
 class NativeRunner:

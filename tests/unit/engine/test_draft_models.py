@@ -251,7 +251,7 @@ def test_a_head_drafts_what_its_formulas_say(
     model, path, weights = trained
     seen: list[tuple[list[int], list[int]]] = []
     texts: dict[int, list[int]] = {}
-    complete, run_cpp, pack = Drafting.complete, NativeRunner._run, NativeModel._pack
+    complete, run_cpp, load_eagle = Drafting.complete, NativeRunner._run, NativeModel._eagle
 
     def spy(drafting: Drafting, batch: Any) -> Any:
         columns = batch.drafts
@@ -279,10 +279,11 @@ def test_a_head_drafts_what_its_formulas_say(
     monkeypatch.setattr(Drafting, "complete", spy)
     monkeypatch.setattr(NativeRunner, "_run", spy_cpp)
 
-    def pack_most(native: NativeModel, tensors: list[Tensor], rounded: list[Tensor]) -> None:
-        pack(native, tensors, [w for w in rounded if w.shape == (HIDDEN, 3 * HIDDEN)])  # fc has 8 bits always
+    def load_nearly_whole(*args: Any) -> tuple[Any, list[Tensor]]:
+        spec, rounded = load_eagle(*args)
+        return spec, [w for w in rounded if w.shape == (HIDDEN, 3 * HIDDEN)]  # fc has 8 bits always
 
-    monkeypatch.setattr(NativeModel, "_pack", pack_most)
+    monkeypatch.setattr(NativeModel, "_eagle", load_nearly_whole)
     if step == PAUSED:
         plan_drafts = Drafts.plan
         monkeypatch.setattr(Drafts, "plan", lambda *args: plan_drafts(*args) if args[1] % 23 < 4 else None)

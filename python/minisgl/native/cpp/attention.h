@@ -193,10 +193,12 @@ void weigh(int rows, const X<T>* p, const Groups<T>& g, int count, const float* 
 }
 
 // s = cap tanh(scale s / cap), where tanh(x) = 1 - 2 / (1 + exp(2 x)).
-inline void soft_cap(int rows, float scale, float cap, float* s) {
+inline void soft_cap(int64_t count, float scale, float cap, float* s) {
     const Vec one = Vec::all(1.0f), two = Vec::all(2.0f), factor = Vec::all(2.0f * scale / cap);
-    for (float* end = s + rows * kKeys; s != end; s += kLanes)
-        ((one - two / (one + exp(Vec::load(s) * factor))) * Vec::all(cap)).store(s);
+    for (int64_t i = 0; i < count; i += kLanes) {
+        const int n = (int)std::min<int64_t>(kLanes, count - i);
+        store_part(s + i, (one - two / (one + exp(load_part(s + i, n) * factor))) * Vec::all(cap), n);
+    }
 }
 
 // Turn a block's scores into softmax weights, and set `rescale`, the factor for each row's sums so far. Row r attends
@@ -262,7 +264,7 @@ void attend(const Cache<T>& cache, const Item& item, BlockIterator& ahead, int64
             if (uses_amx<T>(dim) && cache.is_packed() && !cache.scale) fill_up(g, count, dim, scratch.values.data());
 #endif
         score<T>(rows, scratch.q.data(), dim, g, count, keys, scratch.s.data());
-        if (cap != 0.0f) soft_cap(rows, scale, cap, scratch.s.data());
+        if (cap != 0.0f) soft_cap(rows * kKeys, scale, cap, scratch.s.data());
         softmax_block<T>(
             rows, cap != 0.0f ? 1.0f : scale, [&](int r) { return span.window ? from + r / group + 1 - span.window - first : 0; },
             [&](int r) { return std::min<int64_t>(from + r / group + 1 - first, kKeys); }, scratch);

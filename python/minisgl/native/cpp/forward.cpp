@@ -1,4 +1,4 @@
-// One step of a Llama-shaped model: plan in, tokens out. Plain C ABI, see native/library.py.
+// One step of a decoder: plan in, tokens out. Plain C ABI, see native/library.py.
 #include <algorithm>
 #include <memory>
 #include <variant>
@@ -18,10 +18,10 @@ template <class T>
 using Weight = std::variant<Matrix<T>, Matrix<Int8>, Matrix<Int4>>;
 
 template <class T>
-Weight<T> weight(const void* data, int64_t bits, int64_t rows, int64_t cols, const float* bias) {
-    if (bits == 8) return Matrix<Int8>{(const Int8*)data, rows, cols, bias};
-    if (bits == 4) return Matrix<Int4>{(const Int4*)data, rows, cols, bias};
-    return Matrix<T>{(const T*)data, rows, cols, bias};
+Weight<T> weight(const Packed& p) {
+    if (p.bits == 8) return Matrix<Int8>{(const Int8*)p.data, p.rows, p.cols, p.bias};
+    if (p.bits == 4) return Matrix<Int4>{(const Int4*)p.data, p.rows, p.cols, p.bias};
+    return Matrix<T>{(const T*)p.data, p.rows, p.cols, p.bias};
 }
 
 // The rows of a matrix from `first` on, a multiple of 16.
@@ -38,9 +38,22 @@ Weight<T> rows_from(const Weight<T>& weight, int64_t first) {
 template <class T>
 class Decoder : public Model {
     using X = typename Dot<T>::X;
+    static constexpr int64_t kPadding = 64 / sizeof(X);  // rows a power of two apart share a cache set
+    struct Mlp {
+        Weight<T> up, down;
+        int64_t size;  // of its intermediate result
+        Activation f;
+        bool is_gated;
+    };
     struct Layer {
-        Weight<T> qkv, o, gate_up, down, kv;  // kv is the part of qkv for tokens of which only K/V is needed
-        const LayerWeights* w;
+        Weight<T> qkv, kv, o;  // kv is the part of qkv for tokens of which only K/V is needed
+        Mlp mlp, shared;       // the experts are one stacked MLP
+        Matrix<float> router;
+        LayerWeights w;
+    };
+    struct Choice {  // a token's expert, its weight, and the row of `expert_out_` that it computes
+        int64_t expert, row;
+        float weight;
     };
     struct Piece {  // tokens of a slot that go through the layers together
         int64_t row, start, stop, flags;
@@ -63,25 +76,24 @@ class Decoder : public Model {
           target_(static_cast<Decoder*>(static_cast<Model*>(spec.target))),
           threads_(target_ ? target_->threads_ : std::make_shared<Pool>((int)spec.threads)),
           pool_(*threads_),
-          ahead_(spec.fc != nullptr),
+          ahead_(spec.fc.data != nullptr),
           query_rows_(std::max<int64_t>(spec.weights->cache_scale ? kQueryRows8Bit : kQueryRows, spec.heads / spec.kv_heads)),
           scratch_(pool_.size(), {query_rows_, spec.dim}) {
-        const int64_t h = s_.hidden, q = s_.heads * s_.dim, all = q + 2 * s_.kv_heads * s_.dim, i = s_.intermediate;
+        const int64_t h = s_.hidden, q = s_.heads * s_.dim;
         for (int64_t l = 0; l < s_.layers; ++l) {
-            weights_.push_back(s_.weights[l]);
             const LayerWeights& w = s_.weights[l];
-            layers_.push_back({weight<T>(w.qkv, w.qkv_bits, all, (1 + ahead_) * h, w.qkv_bias),
-                               weight<T>(w.o, w.o_bits, h, q, w.o_bias),
-                               weight<T>(w.gate_up, w.gate_up_bits, 2 * i, h, w.gate_up_bias),
-                               weight<T>(w.down, w.down_bits, h, i, w.down_bias), {}, nullptr});
-            layers_[l].kv = rows_from<T>(layers_[l].qkv, q);
+            const Weight<T> qkv = weight<T>(w.qkv);
+            const auto mlp = [](const Packed& up, const Packed& down, int64_t f) -> Mlp {
+                return {weight<T>(up), weight<T>(down), down.cols, (Activation)f, up.rows > down.cols};
+            };
+            layers_.push_back({qkv, rows_from<T>(qkv, q), weight<T>(w.o),
+                               mlp(w.up, w.down, w.router.data ? s_.expert_activation : s_.activation),
+                               mlp(w.shared_up, w.shared_down, s_.activation),
+                               {(const float*)w.router.data, w.router.rows, w.router.cols, w.router.bias}, w});
         }
-        for (int64_t l = 0; l < s_.layers; ++l) layers_[l].w = &weights_[l];
-        head_ = weight<T>(s_.head, s_.head_bits, s_.head_rows, h, nullptr);
-        fc_ = {(const Int8*)s_.fc, h, kTaps * h};
-        q_size_ = q, qkv_size_ = all, state_size_ = ahead_ * kTaps * h / kGroup;
-        constexpr int64_t line = 64 / sizeof(X);  // padding: rows a power of two apart share a cache set
-        ld_hidden_ = (1 + ahead_) * h + line, ld_q_ = q + line, ld_inner_ = i + line;
+        head_ = weight<T>(s_.head), fc_ = {(const Int8*)s_.fc.data, s_.fc.rows, s_.fc.cols};
+        q_size_ = q, qkv_size_ = q + 2 * s_.kv_heads * s_.dim, state_size_ = ahead_ * kTaps * h / kGroup;
+        ld_hidden_ = (1 + ahead_) * h + kPadding, ld_q_ = q + kPadding;
         if (target_) target_->drafter_ = this;
     }
 
@@ -272,13 +284,8 @@ class Decoder : public Model {
     void slice() {
         int64_t m = (int64_t)ids_.size();
         grow(m);
-        if (!states_.empty()) {
-            linear<T>(pool_, fc_, states_.data(), state_size_, m, x_.data(), s_.hidden, false);
-        }
-        pool_.run(pieces(m * s_.hidden), [&](int i, int) {
-            const int n = pieces(m * s_.hidden);
-            for (int64_t t = part(m, n, i); t < part(m, n, i + 1); ++t) begin(t);
-        });
+        if (!states_.empty()) linear<T>(pool_, fc_, states_.data(), state_size_, {{0, m}}, x_.data(), s_.hidden, false);
+        for_each_token(m, [&](int64_t t) { begin(t); });
         std::vector<int64_t> kept;
         const int64_t first_sample = (int64_t)sampled_.size();
         int64_t token = 0;
@@ -289,10 +296,10 @@ class Decoder : public Model {
                     sampled_.push_back({piece.row, t + 1 + ahead_, piece.flags});
                 }
         for (const Layer& layer : layers_) {
-            if (!s_.fc) norm(layer.w->input_norm, m);
+            if (!ahead_) norm_before(layer.w.input_norm, m);
             const int64_t skipped = &layer == &layers_.back() && kept.empty() ? q_size_ : 0;
             multiply(skipped ? layer.kv : layer.qkv, normed_, ld_hidden_, m, qkv_.data() + skipped, qkv_size_, false);
-            rotate_and_store(layer, m, skipped ? 0 : s_.heads);
+            rotate_and_store(layer, m, skipped ? 0 : q_size_);
             if (skipped) m = 0;
             if (m == 0) break;
             attention(layer);
@@ -300,20 +307,23 @@ class Decoder : public Model {
                 m = (int64_t)kept.size();
                 for (int64_t i = 0; i < m; ++i) {
                     memmove(&x_[i * s_.hidden], &x_[kept[i] * s_.hidden], s_.hidden * sizeof(float));
+                    memmove(&normed_[i * ld_hidden_], &normed_[kept[i] * ld_hidden_], s_.hidden * sizeof(X));
                     memmove(&attended_[i * ld_q_], &attended_[kept[i] * ld_q_], q_size_ * sizeof(X));
                 }
             }
-            multiply(layer.o, attended_, ld_q_, m, x_.data(), s_.hidden, true);
-            norm(layer.w->post_norm, m);
-            std::visit([&](const auto& w) {
-                gated<T>(pool_, w, normed_.data(), ld_hidden_, m, inner_.data(), ld_inner_);
-            }, layer.gate_up);
-            multiply(layer.down, inner_, ld_inner_, m, x_.data(), s_.hidden, true);
-            if (drafter_ && drafter_->s_.fc) tap(&layer - layers_.data(), m);
+            add_block(layer.w.attention_norm, m, [&](float* y, bool adds) {
+                multiply(layer.o, attended_, ld_q_, m, y, s_.hidden, adds);
+            });
+            if (!s_.is_parallel) norm_before(layer.w.mlp_norm, m);
+            add_block(layer.w.output_norm, m, [&](float* y, bool adds) {
+                if (layer.router.data) return mix_experts(layer, m, y, adds);
+                feed_forward(layer.mlp, normed_.data(), {{0, m}}, y, adds);
+            });
+            if (drafter_ && drafter_->ahead_) tap(&layer - layers_.data(), m);
         }
-        for (int64_t i = 0; s_.fc && i < m; ++i)
+        for (int64_t i = 0; ahead_ && i < m; ++i)
             backlog(sampled_[first_sample + i].row).hidden.assign(&x_[i * s_.hidden], &x_[i * s_.hidden] + s_.hidden);
-        norm(s_.final_norm, m);
+        norm_before(s_.final_norm, m);
         compute_logits(first_sample, m);
         token = 0;
         for (size_t i = 0; drafter_ && i < slice_.size(); token += slice_[i].stop - slice_[i].start, ++i)
@@ -325,12 +335,13 @@ class Decoder : public Model {
     // The input of token `t`: its embedding; for a layer of EAGLE-3, the next token's embedding and hidden states.
     void begin(int64_t t) {
         float* x = &x_[t * s_.hidden];
-        if (!s_.fc) return embed(ids_[t], x);
+        if (!ahead_) return embed(ids_[t], x);
         float* embedded = &embedded_[t * s_.hidden];
         if (states_.empty()) std::copy_n(backlogs_[rows_[t]].hidden.data(), s_.hidden, x);
         target_->embed(ids_[t], embedded);
-        rms_norm(embedded, weights_[0].input_norm, s_.hidden, &normed_[t * ld_hidden_]);
-        rms_norm(x, s_.hidden_norm, s_.hidden, &normed_[t * ld_hidden_ + s_.hidden]);
+        X* joined = &normed_[t * ld_hidden_];
+        norm(embedded, layers_[0].w.input_norm, s_.hidden, s_.eps, false, joined);
+        norm(x, s_.hidden_norm, s_.hidden, s_.eps, false, joined + s_.hidden);
     }
 
     // Keep the output of a layer for the drafter if it reads it.
@@ -339,12 +350,10 @@ class Decoder : public Model {
         const int64_t groups = s_.hidden / kGroup;
         for (int64_t i = 0; i < kTaps; ++i) {
             if (drafter_->s_.taps[i] != layer) continue;
-            const int n = pieces(m * s_.hidden);
-            pool_.run(n, [&](int piece, int) {
-                for (int64_t t = part(m, n, piece); t < part(m, n, piece + 1); ++t)
-                    for (int64_t g = 0; g < groups; ++g)
-                        quantize_group<Int8::kOffset>(&x_[t * s_.hidden + g * kGroup],
-                                                      taps_[t * drafter_->state_size_ + i * groups + g]);
+            for_each_token(m, [&](int64_t t) {
+                for (int64_t g = 0; g < groups; ++g)
+                    quantize_group<Int8::kOffset>(&x_[t * s_.hidden + g * kGroup],
+                                                  taps_[t * drafter_->state_size_ + i * groups + g]);
             });
         }
     }
@@ -353,59 +362,198 @@ class Decoder : public Model {
     void compute_logits(int64_t first_sample, int64_t m) {
         logits.resize(std::max<size_t>(logits.size(), sampled_.size() * s_.vocab), -INFINITY);
         float* out = logits.data() + first_sample * s_.vocab;
-        if (!s_.draft_ids) return multiply(head_, normed_, ld_hidden_, m, out, s_.vocab, false);
-        drafted_.resize(m * s_.head_rows);
-        multiply(head_, normed_, ld_hidden_, m, drafted_.data(), s_.head_rows, false);
-        for (int64_t i = 0; i < m * s_.head_rows; ++i)
-            out[i / s_.head_rows * s_.vocab + s_.draft_ids[i % s_.head_rows]] = drafted_[i];
+        if (!s_.draft_ids) {
+            multiply(head_, normed_, ld_hidden_, m, out, s_.vocab, false);
+            if (s_.logit_cap == 0) return;
+            return pool_.run((int)m, [&](int i, int) { soft_cap(s_.vocab, 1.0f, (float)s_.logit_cap, out + i * s_.vocab); });
+        }
+        drafted_.resize(m * s_.head.rows);
+        multiply(head_, normed_, ld_hidden_, m, drafted_.data(), s_.head.rows, false);
+        for (int64_t i = 0; i < m * s_.head.rows; ++i)
+            out[i / s_.head.rows * s_.vocab + s_.draft_ids[i % s_.head.rows]] = drafted_[i];
     }
 
     int pieces(int64_t elements) const { return (int)std::min<int64_t>(elements / 8192 + 1, 8 * pool_.size()); }
 
+    // Call f(token) for all m tokens in parallel.
+    template <class F>
+    void for_each_token(int64_t m, const F& f) const {
+        const int n = pieces(m * s_.hidden);
+        pool_.run(n, [&](int i, int) {
+            for (int64_t t = part(m, n, i); t < part(m, n, i + 1); ++t) f(t);
+        });
+    }
+
+    // Let `memory` have this many rows, and those that GEMMs may read after them.
+    template <class Y>
+    static void reserve(Aligned<Y>& memory, int64_t rows, int64_t ld) {
+        memory.resize(std::max<size_t>(memory.size(), (rows + kLanes) * ld));
+    }
+
     void grow(int64_t m) {
         m = (m + kLanes - 1) / kLanes * kLanes;  // GEMMs may read up to there
         if (m * s_.hidden <= (int64_t)x_.size()) return;
-        x_.resize(m * s_.hidden), normed_.resize(m * ld_hidden_), qkv_.resize(m * qkv_size_);
+        x_.resize(m * s_.hidden), out_.resize(m * s_.hidden), normed_.resize(m * ld_hidden_), qkv_.resize(m * qkv_size_);
         embedded_.resize(ahead_ * m * s_.hidden);
-        q_.resize(m * ld_q_), attended_.resize(m * ld_q_), inner_.resize(m * ld_inner_);
+        q_.resize(m * ld_q_), attended_.resize(m * ld_q_);
     }
 
     void embed(int64_t id, float* x) const {
         const T* row = (const T*)s_.embedding + id * s_.hidden;
+        const float scale = (float)s_.embedding_scale;
         if (!s_.is_tied)
-            for (int64_t k = 0; k < s_.hidden; ++k) x[k] = to_float(row[k]);
+            for (int64_t k = 0; k < s_.hidden; ++k) x[k] = to_float(row[k]) * scale;
         else
             std::visit([&](const auto w) {  // a copy, which no write to x can change
-                for (int64_t k = 0, n = s_.hidden; k < n; ++k) x[k] = to_float(w.at(id, k));
+                for (int64_t k = 0, n = s_.hidden; k < n; ++k) x[k] = to_float(w.at(id, k)) * scale;
             }, head_);
     }
 
     void multiply(const Weight<T>& weight, const Aligned<X>& x, int64_t ldx, int64_t m, float* y, int64_t ldy,
                   bool adds) {
-        std::visit([&](const auto& w) { linear<T>(pool_, w, x.data(), ldx, m, y, ldy, adds); }, weight);
+        std::visit([&](const auto& w) { linear<T>(pool_, w, x.data(), ldx, {{0, m}}, y, ldy, adds); }, weight);
     }
 
-    // y = x / sqrt(mean(x^2) + eps) * weight.
-    template <class Y>
-    void rms_norm(const float* x, const float* weight, int64_t n, Y* y) const {
-        Vec squares = Vec::all(0.0f);
-        for (int64_t i = 0; i < n; i += kLanes) squares = fma(Vec::load(x + i), Vec::load(x + i), squares);
-        const Vec factor = Vec::all(1.0f / std::sqrt(sum(squares) / (float)n + (float)s_.eps));
-        for (int64_t i = 0; i < n; i += kLanes) put(y + i, Vec::load(x + i) * factor * Vec::load(weight + i));
+    // y [rows, hidden] = down(f(up(x))), or plus y; each range of rows has its own of the stacked MLPs.
+    void feed_forward(const Mlp& mlp, const X* x, const RowRanges& ranges, float* y, bool adds) {
+        const int64_t ld = mlp.size + kPadding;
+        reserve(inner_, ranges.back().stop, ld);
+        std::visit([&](const auto& w) {
+            activated<T>(pool_, w, x, ld_hidden_, ranges, inner_.data(), ld, mlp.f, mlp.is_gated);
+        }, mlp.up);
+        std::visit([&](const auto& w) {
+            linear<T>(pool_, w, inner_.data(), ld, ranges, y, s_.hidden, adds);
+        }, mlp.down);
     }
 
-    void norm(const float* weight, int64_t m) {
-        const int n = pieces(m * s_.hidden);
-        pool_.run(n, [&](int i, int) {
-            for (int64_t t = part(m, n, i); t < part(m, n, i + 1); ++t)
-                rms_norm(&x_[t * s_.hidden], weight, s_.hidden, &normed_[t * ld_hidden_]);
+    // The mixture of experts: y [m, hidden] = the weighted sum of each token's MLPs, or plus y. See models/mlp.py.
+    void mix_experts(const Layer& layer, int64_t m, float* y, bool adds) {
+        const int64_t h = s_.hidden, k = s_.top_k, rows = layer.router.rows, has_shared = layer.shared.size > 0;
+        reserve(expert_in_, m * k, ld_hidden_), reserve(expert_out_, m * (k + has_shared), h);
+        router_in_.resize(m * h), scores_.resize(m * rows), choices_.resize(m * (k + has_shared));
+        for_each_token(m, [&](int64_t t) {
+            for (int64_t i = 0; i < h; ++i) router_in_[t * h + i] = to_float(normed_[t * ld_hidden_ + i]);
+        });
+        linear<float>(pool_, layer.router, router_in_.data(), h, {{0, m}}, scores_.data(), rows, false);
+        for_each_token(m, [&](int64_t t) {
+            Choice* chosen = &choices_[t * (k + has_shared)];
+            const float gate = scores_[(t + 1) * rows - 1];
+            choose(&scores_[t * rows], layer.w.rank_bias, chosen);
+            if (has_shared) chosen[k] = {s_.experts, m * k + t, rows > s_.experts ? sigmoid(gate) : 1.0f};
+        });
+        // Rows of one expert lie side by side, in the order of tokens.
+        std::vector<int64_t> next(s_.experts + 2);
+        RowRanges ranges;
+        for (const Choice& c : choices_) ++next[c.expert + 1];
+        for (int64_t e = 0; e < s_.experts; ++e) {
+            next[e + 1] += next[e];
+            if (next[e] < next[e + 1]) ranges.push_back({next[e], next[e + 1], e});
+        }
+        for (Choice& c : choices_)
+            if (c.expert < s_.experts) c.row = next[c.expert]++;
+        for_each_token(m, [&](int64_t t) {
+            for (int64_t i = t * (k + has_shared), end = i + k; i < end; ++i)
+                memcpy(&expert_in_[choices_[i].row * ld_hidden_], &normed_[t * ld_hidden_], h * sizeof(X));
+        });
+        feed_forward(layer.mlp, expert_in_.data(), ranges, expert_out_.data(), false);
+        if (has_shared) feed_forward(layer.shared, normed_.data(), {{0, m}}, &expert_out_[m * k * h], false);
+        for_each_token(m, [&](int64_t t) {
+            const Choice *first = &choices_[t * (k + has_shared)], *end = first + k + has_shared;
+            for (int64_t i = 0; i < h; i += kLanes) {
+                Vec total = Vec::all(0.0f);
+                for (const Choice* c = first; c != end; ++c)
+                    total = fma(Vec::load(&expert_out_[c->row * h + i]), Vec::all(c->weight), total);
+                (adds ? Vec::load(y + t * h + i) + total : total).store(y + t * h + i);
+            }
         });
     }
 
-    // Normalise a head if it has a norm weight, apply RoPE (halves rotated against each other), and scale the result.
+    static float sigmoid(float x) { return 1.0f / (1.0f + exp(0.0f - x)); }
+
+    // Choose a token's experts by the router's outputs, which become scores, as `ops/reference.py: chosen_scores` does.
+    // Among equal ones the lowest is chosen, and NaN before all others, so that it shows.
+    void choose(float* scores, const float* bias, Choice* chosen) const {
+        const int64_t n = s_.experts, each = n / s_.groups;
+        const float top = *std::max_element(scores, scores + n);
+        float total = 0;
+        for (int64_t e = 0; e < n; ++e) total += scores[e] = s_.is_sigmoid ? sigmoid(scores[e]) : exp(scores[e] - top);
+        std::vector<float> ranks(n), best(s_.groups);
+        for (int64_t e = 0; e < n; ++e) {
+            if (!s_.is_sigmoid) scores[e] /= total;
+            ranks[e] = scores[e] + (bias ? bias[e] : 0.0f);
+        }
+        for (int64_t g = 0; g < s_.groups && s_.groups > s_.top_groups; ++g) {
+            std::vector<float> sorted(&ranks[g * each], &ranks[g * each] + each);
+            std::sort(sorted.begin(), sorted.end(), std::greater<float>());
+            best[g] = sorted[0] + (each > 1 ? sorted[1] : 0.0f);
+        }
+        for (int64_t dropped = s_.top_groups; dropped < s_.groups; ++dropped) {
+            const int64_t g = std::min_element(best.begin(), best.end()) - best.begin();
+            best[g] = INFINITY;
+            std::fill_n(&ranks[g * each], each, -INFINITY);
+        }
+        float sum = 0;
+        for (int64_t i = 0; i < s_.top_k; ++i) {
+            int64_t e = 0;
+            for (int64_t other = 1; other < n; ++other)
+                if (!(ranks[e] >= ranks[other])) e = other;
+            ranks[e] = -INFINITY;
+            chosen[i] = {e, 0, scores[e]};
+            sum += scores[e];
+        }
+        for (int64_t i = 0; i < s_.top_k; ++i)
+            chosen[i].weight *= (float)s_.expert_scale / (s_.normalises ? sum : 1.0f);
+    }
+
+    // y = (x - mean) / sqrt(variance + eps) * weight + bias, where the bias follows the weight; without `centers`, mean
+    // and bias are 0. Without a weight, y = x. With `adds`, y += that.
     template <class Y>
-    void rotate(float* head, const float* weight, const float* cos, float scale, Y* out) const {
-        if (weight) rms_norm(head, weight, s_.dim, head);
+    static void norm(const float* x, const float* weight, int64_t n, double eps, bool centers, Y* y, bool adds = false) {
+        Vec mean = Vec::all(0.0f), squares = mean;
+        for (int64_t i = 0; centers && i < n; i += kLanes) mean = mean + Vec::load(x + i);
+        if (centers) mean = Vec::all(sum(mean) / (float)n);
+        for (int64_t i = 0; weight && i < n; i += kLanes) {
+            const Vec v = Vec::load(x + i) - mean;
+            squares = fma(v, v, squares);
+        }
+        const Vec factor = Vec::all(1.0f / std::sqrt(sum(squares) / (float)n + (float)eps));
+        for (int64_t i = 0; i < n; i += kLanes) {
+            Vec v = Vec::load(x + i);
+            if (weight) v = (v - mean) * factor * Vec::load(weight + i);
+            if (centers && weight) v = v + Vec::load(weight + n + i);
+            if constexpr (std::is_same_v<Y, float>)
+                if (adds) v = Vec::load(y + i) + v;
+            put(y + i, v);
+        }
+    }
+
+    void norm_before(const float* weight, int64_t m) {
+        for_each_token(m, [&](int64_t t) {
+            norm(&x_[t * s_.hidden], weight, s_.hidden, s_.eps, s_.is_layer_norm, &normed_[t * ld_hidden_]);
+        });
+    }
+
+    // Add to x what block(y, adds) writes or adds to y, normalised first if there is a weight.
+    template <class B>
+    void add_block(const float* weight, int64_t m, const B& block) {
+        if (!weight) return block(x_.data(), true);
+        block(out_.data(), false);
+        for_each_token(m, [&](int64_t t) {
+            const int64_t first = t * s_.hidden;
+            norm(&out_[first], weight, s_.hidden, s_.block_eps, s_.is_layer_norm, &x_[first], true);
+        });
+    }
+
+    // Normalise each head, or all heads together, if there is a weight.
+    void norm_heads(float* heads, int64_t size, const float* weight) const {
+        const int64_t each = s_.norms_all_heads ? size : s_.dim;
+        for (int64_t i = 0; weight && i < size; i += each)
+            norm(heads + i, weight, each, s_.block_eps, false, heads + i);
+    }
+
+    // Apply RoPE to a head (halves rotated against each other), and scale the result.
+    template <class Y>
+    void rotate(float* head, const float* cos, float scale, Y* out) const {
         const int64_t half = s_.dim / 2;
         for (int64_t i = 0; i < half; i += kLanes) {
             const int n = (int)std::min<int64_t>(kLanes, half - i);
@@ -421,24 +569,25 @@ class Decoder : public Model {
         for (int64_t d = 0; d < s_.dim; d += kLanes) put(out + d, Vec::load(head + d) * Vec::all(scale));
     }
 
-    void rotate_and_store(const Layer& layer, int64_t m, int64_t query_heads) {
+    void rotate_and_store(const Layer& layer, int64_t m, int64_t q_size) {
         const Cache<T> cache = cache_of(layer);
         const int n = (int)std::min<int64_t>(m, pieces(8 * m * qkv_size_));
         pool_.run(n, [&](int piece, int thread) {
             T *key = scratch_[thread].keys.data(), *value = scratch_[thread].values.data();
             for (int64_t t = part(m, n, piece); t < part(m, n, piece + 1); ++t) {
-                const int64_t page = layer.w->page_table[rows_[t] * s_.table_width + positions_[t] / s_.page];
+                const int64_t page = layer.w.page_table[rows_[t] * s_.table_width + positions_[t] / s_.page];
                 const int64_t slot = page * s_.page + positions_[t] % s_.page;
                 float* heads = &qkv_[t * qkv_size_];
-                const float* cos = layer.w->cos_sin + positions_[t] * s_.dim;
-                const float q_scale = layer.w->q_scale ? layer.w->q_scale[positions_[t]] : 1.0f;
-                for (int64_t h = 0; h < query_heads; ++h)
-                    rotate(heads + h * s_.dim, layer.w->q_norm, cos, q_scale, &q_[t * ld_q_ + h * s_.dim]);
+                const float* cos = layer.w.cos_sin + positions_[t] * s_.dim;
+                const float q_scale = layer.w.q_scale ? layer.w.q_scale[positions_[t]] : 1.0f;
+                norm_heads(heads, q_size, layer.w.q_norm);
+                norm_heads(heads + q_size_, s_.kv_heads * s_.dim, layer.w.k_norm);
+                for (int64_t i = 0; i < q_size; i += s_.dim) rotate(heads + i, cos, q_scale, &q_[t * ld_q_ + i]);
                 const bool is_first = t == 0 || rows_[t - 1] != rows_[t];
                 const bool is_last = t + 1 == m || rows_[t + 1] != rows_[t];
                 for (int64_t h = 0; h < s_.kv_heads; ++h) {
                     float *k = heads + q_size_ + h * s_.dim, *v = k + s_.kv_heads * s_.dim;
-                    rotate(k, layer.w->k_norm, cos, 1.0f, key);
+                    rotate(k, cos, 1.0f, key);
                     convert(v, 1.0f, value);
                     cache.store(slot, h, key, value, is_first, is_last);
                 }
@@ -454,7 +603,7 @@ class Decoder : public Model {
         double work = 0;
         spans_.reserve(slice_.size());
         for (const Piece& piece : slice_) {
-            spans_.push_back({piece.row, piece.start, piece.stop, token, layer.w->window});
+            spans_.push_back({piece.row, piece.start, piece.stop, token, layer.w.window});
             token += piece.stop - piece.start;
             work += (double)(piece.stop - piece.start) * (double)piece.stop;
             for (int64_t to = piece.stop; to > piece.start; to -= each)  // items with the most keys first
@@ -467,13 +616,13 @@ class Decoder : public Model {
             const Item *item = &items_[part(items_.size(), n, piece)], *end = items_.data() + items_.size();
             BlockIterator ahead(item, end, kBlocksAhead);
             for (; item != &items_[0] + part(items_.size(), n, piece + 1); ++item)
-                attend<T>(cache, *item, ahead, group, layer.w->page_table, s_.table_width, (float)s_.scale,
-                          (float)layer.w->softcap, layer.w->sinks, q_.data(), attended_.data(), ld_q_, scratch_[thread]);
+                attend<T>(cache, *item, ahead, group, layer.w.page_table, s_.table_width, (float)s_.scale,
+                          (float)layer.w.softcap, layer.w.sinks, q_.data(), attended_.data(), ld_q_, scratch_[thread]);
         });
     }
 
     Cache<T> cache_of(const Layer& layer) const {
-        return {(char*)layer.w->cache, layer.w->cache_stride, s_.kv_heads, s_.page, s_.dim, (char*)layer.w->cache_scale};
+        return {(char*)layer.w.cache, layer.w.cache_stride, s_.kv_heads, s_.page, s_.dim, (char*)layer.w.cache_scale};
     }
 
     ModelSpec s_;
@@ -483,11 +632,10 @@ class Decoder : public Model {
     int64_t ahead_;  // the token at which a slot's output is computed, counted from the slot's own
     int64_t query_rows_;  // of an item of attention, at most
     std::vector<AttentionScratch<T>> scratch_;
-    std::vector<LayerWeights> weights_;
     std::vector<Layer> layers_;
     Weight<T> head_;
     Matrix<Int8> fc_;
-    int64_t q_size_, qkv_size_, ld_hidden_, ld_q_, ld_inner_, state_size_;
+    int64_t q_size_, qkv_size_, ld_hidden_, ld_q_, state_size_;
     std::vector<Backlog> backlogs_;  // of a drafter, by row
     std::vector<Sample> sampled_;    // by the current step
     // The current slice.
@@ -496,8 +644,9 @@ class Decoder : public Model {
     std::vector<Piece> slice_;
     std::vector<Item> items_;
     std::vector<Span> spans_;
-    Aligned<float> x_, embedded_, qkv_, drafted_;
-    Aligned<X> normed_, q_, attended_, inner_;
+    std::vector<Choice> choices_;
+    Aligned<float> x_, out_, embedded_, qkv_, drafted_, router_in_, scores_, expert_out_;
+    Aligned<X> normed_, q_, attended_, inner_, expert_in_;
     std::vector<QuantGroup> states_, taps_;
 };
 

@@ -7,6 +7,7 @@
 
 #include <algorithm>
 
+#include "layout.h"
 #include "pool.h"
 #include "simd.h"
 
@@ -26,6 +27,19 @@ struct Matrix {
         return panel(row / kLanes)[col / step * kLanes * step + row % kLanes * step + col % step];
     }
 };
+
+// Matrix `i` of several of a shape, one after another, whose rows are a multiple of 16 each.
+template <class M>
+M stacked(M first, int64_t i) {
+    first.data = first.panel(i * first.panels()), first.bias = first.bias ? first.bias + i * first.rows : nullptr;
+    return first;
+}
+
+// Rows of x, and which of the stacked matrices they are multiplied with.
+struct RowRange {
+    int64_t first, stop, matrix = 0;
+};
+using RowRanges = std::vector<RowRange>;
 
 // Pack in place with scratch memory for one panel. Rows must be a multiple of 16, cols a multiple of kStep.
 template <class T>
@@ -174,27 +188,6 @@ void gemm_block(int rows, const X<T>* x, int64_t ldx, const T* const* panels, in
     for (; i < count; ++i) gemm_rows<T, 1>(rows, x, ldx, panels + i, steps, ahead, out + i * kLanes);
 }
 
-// Call f(first panel, panels, their addresses) in parallel for units of W's panels. With `paired`, the second half of
-// the addresses are the panels of W's second half that belong to the first ones (gate and up).
-template <class W, class F>
-void for_each_unit(Pool& pool, const Matrix<W>& w, int64_t m, bool paired, const F& f) {
-    const int64_t across = paired ? w.panels() / 2 : w.panels(), each = paired ? kUnit / 2 : kUnit;
-    const int64_t units = (across + each - 1) / each;
-    const double work = (double)m * w.rows * w.cols;
-    int pieces = (int)std::min<int64_t>(units, std::min<double>(work / 2e5 + 1, 16 * pool.size()));
-    pool.run(pieces, [&](int piece, int) {
-        for (int64_t u = part(units, pieces, piece); u < part(units, pieces, piece + 1); ++u) {
-            const int64_t first = u * each, count = std::min(each, across - first);
-            const W* panels[kUnit];
-            for (int64_t j = 0; j < count; ++j) {
-                panels[j] = w.panel(first + j);
-                if (paired) panels[count + j] = w.panel(across + first + j);
-            }
-            f(first, (int)count, panels);
-        }
-    });
-}
-
 // What row block `b` prefetches while it is multiplied with a unit of W that has `step` bytes for each panel and step.
 template <class W>
 Prefetch prefetch_of(int64_t b, int64_t blocks, const Matrix<W>& w, bool paired, int64_t step) {
@@ -208,48 +201,66 @@ Prefetch prefetch_of(int64_t b, int64_t blocks, const Matrix<W>& w, bool paired,
     return b == 0 ? Prefetch{std::min(bytes, kPrefetchBytes), step} : Prefetch();
 }
 
-// Call compute(first row, rows, panels' addresses, panels, ahead, tile), then finish(first row, rows, first panel,
-// panels, tile), for blocks of up to `max_rows` of m rows with each unit of W in parallel. Tile: [rows][kUnit * 16].
-// The output, to(row, panel), is prefetched unless the GEMM is bound by memory.
+// Call compute(first row, rows, panels' addresses, panels, ahead, tile), then finish(W, first row, rows, first panel,
+// panels, tile), for blocks of the ranges' rows with each unit of panels of their W in parallel. Blocks have up to
+// `few` rows, or `many` in a range of many rows. Tile: [rows][kUnit * 16]. With `paired`, the second half of the
+// addresses are the panels of W's second half that belong to the first ones (gate and up). The output, to(row, panel),
+// is prefetched unless the GEMM is bound by memory.
 template <class W, class C, class A, class F>
-void for_each_block(Pool& pool, const Matrix<W>& w, int64_t m, int64_t max_rows, int64_t step, bool paired,
-                    const C& compute, const A& to, const F& finish) {
-    const int64_t blocks = (m + max_rows - 1) / max_rows;
-    for_each_unit(pool, w, m, paired, [&](int64_t first, int count, const W* const* panels) {
+void for_each_block(Pool& pool, const Matrix<W>& stack, const RowRanges& ranges, int64_t few, int64_t many,
+                    int64_t step, bool paired, const C& compute, const A& to, const F& finish) {
+    const int64_t across = paired ? stack.panels() / 2 : stack.panels(), each = paired ? kUnit / 2 : kUnit;
+    const int64_t units = (across + each - 1) / each, all = units * (int64_t)ranges.size();
+    const double work = (double)ranges.back().stop * stack.rows * stack.cols;
+    const int pieces = (int)std::min<int64_t>(all, std::min<double>(work / 2e5 + 1, 16 * pool.size()));
+    pool.run(pieces, [&](int piece, int) {
         alignas(64) float tile[kTileRows * kUnit * kLanes];
-        for (int64_t b = 0; b < blocks; ++b) {
-            const int64_t row = m * b / blocks;
-            const int rows = (int)(m * (b + 1) / blocks - row);
-            for (int i = 0; i < rows && m > kFew; ++i)
-                for (int j = 0; j < count; ++j) prefetch(to(row + i, first + j));
-            compute(row, rows, panels, paired ? 2 * count : count, prefetch_of(b, blocks, w, paired, step), tile);
-            finish(row, rows, first, count, tile);
+        for (int64_t u = part(all, pieces, piece); u < part(all, pieces, piece + 1); ++u) {
+            const RowRange& range = ranges[u / units];
+            const Matrix<W> w = stacked(stack, range.matrix);
+            const int64_t first = u % units * each, m = range.stop - range.first, max_rows = m > kFew ? many : few;
+            const int64_t blocks = (m + max_rows - 1) / max_rows;
+            const int count = (int)std::min(each, across - first);
+            const W* panels[kUnit];
+            for (int64_t j = 0; j < count; ++j) {
+                panels[j] = w.panel(first + j);
+                if (paired) panels[count + j] = w.panel(across + first + j);
+            }
+            for (int64_t b = 0; b < blocks; ++b) {
+                const int64_t row = range.first + m * b / blocks;
+                const int rows = (int)(range.first + m * (b + 1) / blocks - row);
+                for (int i = 0; i < rows && m > kFew; ++i)
+                    for (int j = 0; j < count; ++j) prefetch(to(row + i, first + j));
+                compute(row, rows, panels, paired ? 2 * count : count, prefetch_of(b, blocks, w, paired, step), tile);
+                finish(w, row, rows, first, count, tile);
+            }
         }
     });
 }
 
-// Call finish(first row, rows, first panel, panels, tile [rows][kUnit * 16]) for all of x [m, cols] W^T, in parallel.
-// `to`: see `for_each_block`.
+// Call finish(W, first row, rows, first panel, panels, tile [rows][kUnit * 16]) for all of x [rows, cols] W^T, in
+// parallel, where each range of rows has its own W. `to`: see `for_each_block`.
 template <class T, class A, class F>
-void gemm(Pool& pool, const Matrix<T>& w, const X<T>* x, int64_t ldx, int64_t m, bool paired, const A& to,
-          const F& finish) {
-    if (m == 0) return;
+void gemm(Pool& pool, const Matrix<T>& stack, const X<T>* x, int64_t ldx, const RowRanges& ranges, bool paired,
+          const A& to, const F& finish) {
     // Few rows with a whole unit need the fewest loads of x, but W is then read once per few rows, if only from L2.
-    const int64_t max_rows = has_amx<T> ? kTileRows : m > kFew ? kUnitRows : kRowBlock;
+    constexpr int64_t few = has_amx<T> ? kTileRows : kRowBlock, many = has_amx<T> ? kTileRows : kUnitRows;
     constexpr int64_t step = kLanes * Dot<T>::kStep * sizeof(T);
     for_each_block(
-        pool, w, m, max_rows, step, paired,
+        pool, stack, ranges, few, many, step, paired,
         [&](int64_t row, int rows, const T* const* panels, int count, Prefetch ahead, float* tile) {
-            gemm_block<T>(rows, x + row * ldx, ldx, panels, count, w.cols, ahead, tile);
+            gemm_block<T>(rows, x + row * ldx, ldx, panels, count, stack.cols, ahead, tile);
         },
         to, finish);
 }
 
-// y [m, ldy] = x W^T + bias; with `adds`, y += x W^T + bias.
+// y [rows, ldy] = x W^T + bias; with `adds`, y += x W^T + bias.
 template <class T, class W, class In>
-void linear(Pool& pool, const Matrix<W>& w, const In* x, int64_t ldx, int64_t m, float* y, int64_t ldy, bool adds) {
+void linear(Pool& pool, const Matrix<W>& stack, const In* x, int64_t ldx, const RowRanges& ranges, float* y,
+            int64_t ldy, bool adds) {
     const auto to = [&](int64_t row, int64_t panel) { return y + row * ldy + panel * kLanes; };
-    gemm<T>(pool, w, x, ldx, m, false, to, [&](int64_t row, int rows, int64_t panel, int count, const float* tile) {
+    gemm<T>(pool, stack, x, ldx, ranges, false, to,
+            [&](const Matrix<W>& w, int64_t row, int rows, int64_t panel, int count, const float* tile) {
         for (int i = 0; i < rows; ++i)
             for (int j = 0; j < count; ++j) {
                 const int64_t col = (panel + j) * kLanes;
@@ -263,22 +274,46 @@ void linear(Pool& pool, const Matrix<W>& w, const In* x, int64_t ldx, int64_t m,
     });
 }
 
-// y [m, ldy] = silu(gate) * up, where x W^T + bias is gate and up side by side.
+// See `ops/reference.py: ACTIVATIONS`.
+INLINE Vec activate(Activation kind, Vec x) {
+    const Vec zero = Vec::all(0.0f), one = Vec::all(1.0f);
+    if (kind == kRelu2) return max(zero, x) * max(zero, x);
+    if (kind == kGelu) {
+        float erf[kLanes];
+        (x * Vec::all(0.70710678f)).store(erf);
+        for (float& e : erf) e = std::erf(e);
+        return Vec::all(0.5f) * x * (one + Vec::load(erf));
+    }
+    // The tangent is a sigmoid: (1 + tanh(z)) / 2 = 1 / (1 + exp(-2 z)).
+    const Vec z = kind == kSilu ? x : Vec::all(1.59576912f) * fma(x * x * x, Vec::all(0.044715f), x);
+    return x / (one + exp(zero - z));
+}
+
+// See `ops/reference.py: gate_and_mul`. NaN stays NaN.
+INLINE Vec gate_and_mul(Activation kind, Vec gate, Vec up) {
+    if (kind != kClamped) return activate(kind, gate) * up;
+    const Vec zero = Vec::all(0.0f), one = Vec::all(1.0f), limit = Vec::all(7.0f);
+    gate = min(limit, gate), up = max(zero - limit, min(limit, up));
+    return gate / (one + exp(gate * Vec::all(-1.702f))) * (up + one);
+}
+
+// y [rows, ldy] = f(x W^T + bias); with `gated`, f of gate and up, where x W^T + bias has them side by side.
 template <class T, class W>
-void gated(Pool& pool, const Matrix<W>& w, const X<T>* x, int64_t ldx, int64_t m, X<T>* y, int64_t ldy) {
-    const int64_t half = w.rows / 2;
+void activated(Pool& pool, const Matrix<W>& stack, const X<T>* x, int64_t ldx, const RowRanges& ranges, X<T>* y,
+               int64_t ldy, Activation f, bool gated) {
+    const int64_t half = stack.rows / 2;
     const auto to = [&](int64_t row, int64_t panel) { return y + row * ldy + panel * kLanes; };
-    gemm<T>(pool, w, x, ldx, m, true, to, [&](int64_t row, int rows, int64_t panel, int count, const float* tile) {
+    gemm<T>(pool, stack, x, ldx, ranges, gated, to,
+            [&](const Matrix<W>& w, int64_t row, int rows, int64_t panel, int count, const float* tile) {
         for (int i = 0; i < rows; ++i)
             for (int j = 0; j < count; ++j) {
                 const int64_t col = (panel + j) * kLanes;
-                Vec gate = Vec::load(tile + (i * kUnit + j) * kLanes);
-                Vec up = Vec::load(tile + (i * kUnit + count + j) * kLanes);
-                if (w.bias) {
-                    gate = gate + Vec::load(w.bias + col);
-                    up = up + Vec::load(w.bias + half + col);
-                }
-                put(to(row + i, panel + j), gate / (Vec::all(1.0f) + exp(Vec::all(0.0f) - gate)) * up);
+                const auto at = [&](int unit, int64_t first) INLINE_LAMBDA {
+                    const Vec v = Vec::load(tile + (i * kUnit + unit) * kLanes);
+                    return w.bias ? v + Vec::load(w.bias + first) : v;
+                };
+                put(to(row + i, panel + j), gated ? gate_and_mul(f, at(j, col), at(count + j, half + col))
+                                                  : activate(f, at(j, col)));
             }
     });
 }

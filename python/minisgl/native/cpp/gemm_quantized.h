@@ -238,33 +238,31 @@ void gemm_block(int rows, const QuantGroup* x, int64_t ldx, const B* const* pane
     for (; i < count; ++i) gemm_rows<1>(rows, x, ldx, panels + i, groups, ahead, out + i * kLanes);
 }
 
-// See `gemm` of floating-point weights; x is [m, ldx] groups.
+// See `gemm` of floating-point weights; x is [rows, ldx] groups.
 template <class T, int BITS, class A, class F>
-void gemm(Pool& pool, const Matrix<Block<BITS>>& w, const QuantGroup* x, int64_t ldx, int64_t m, bool paired,
-          const A& to, const F& finish) {
+void gemm(Pool& pool, const Matrix<Block<BITS>>& stack, const QuantGroup* x, int64_t ldx, const RowRanges& ranges,
+          bool paired, const A& to, const F& finish) {
     using B = Block<BITS>;
-    if (m == 0) return;
     // Small blocks of few rows read weights evenly; larger blocks of many rows read a pair of panels less often.
-    const int64_t max_rows = m > kFew ? kRowBlock : kPairRows;
     for_each_block(
-        pool, w, m, max_rows, (sizeof(B) + kFetches<B> - 1) / kFetches<B>, paired,
+        pool, stack, ranges, kPairRows, kRowBlock, (sizeof(B) + kFetches<B> - 1) / kFetches<B>, paired,
         [&](int64_t row, int rows, const B* const* panels, int count, Prefetch ahead, float* tile) {
-            gemm_block(rows, x + row * ldx, ldx, panels, count, w.cols, ahead, tile);
+            gemm_block(rows, x + row * ldx, ldx, panels, count, stack.cols, ahead, tile);
         },
         to, finish);
 }
 
 template <class T, int BITS, class A, class F>
-void gemm(Pool& pool, const Matrix<Block<BITS>>& w, const X<T>* x, int64_t ldx, int64_t m, bool paired, const A& to,
-          const F& finish) {
-    const int64_t groups = w.cols / kGroup;
+void gemm(Pool& pool, const Matrix<Block<BITS>>& stack, const X<T>* x, int64_t ldx, const RowRanges& ranges,
+          bool paired, const A& to, const F& finish) {
+    const int64_t m = ranges.back().stop, groups = stack.cols / kGroup;
     const std::unique_ptr<QuantGroup[]> quantized(new QuantGroup[m * groups]);
-    const int pieces = (int)std::min<int64_t>(m * w.cols / 8192 + 1, 8 * pool.size());
+    const int pieces = (int)std::min<int64_t>(m * stack.cols / 8192 + 1, 8 * pool.size());
     pool.run(pieces, [&](int piece, int) {
         for (int64_t i = part(m * groups, pieces, piece); i < part(m * groups, pieces, piece + 1); ++i)
             quantize_group<Block<BITS>::kOffset>(x + i / groups * ldx + i % groups * kGroup, quantized[i]);
     });
-    gemm<T>(pool, w, quantized.get(), groups, m, paired, to, finish);
+    gemm<T>(pool, stack, quantized.get(), groups, ranges, paired, to, finish);
 }
 
 }  // namespace minisgl

@@ -2,12 +2,13 @@
 #pragma once
 #include <cstdint>
 
-constexpr int64_t kLayoutVersion = 1722810796;
+constexpr int64_t kLayoutVersion = 1959984765;
 
 namespace minisgl {
 
 enum Flag : int32_t { kSamples = 1, kFromDevice = 2, kPenalized = 4, kFiltered = 8, kLogprobs = 16, kPromptLogprobs = 32, kMasked = 64, kDrafts = 128 };
 
+enum Activation : int64_t { kSilu, kGeluTanh, kGelu, kRelu2, kClamped };
 constexpr int kMaxDrafts = 8, kProposed = 17, kTaps = 3;
 
 // Records of a plan: 32-bit words, without padding.
@@ -42,11 +43,18 @@ struct Proposal {
 static_assert(sizeof(Proposal) == 76);
 #pragma pack(pop)
 
+struct Packed {
+    const void *data;
+    int64_t bits, rows, cols;
+    const float *bias;
+};
 struct LayerWeights {
-    const void *qkv, *o, *gate_up, *down;
-    int64_t qkv_bits, o_bits, gate_up_bits, down_bits;
-    const float *qkv_bias, *o_bias, *gate_up_bias, *down_bias;
-    const float *input_norm, *post_norm, *q_norm, *k_norm;
+    Packed qkv, o;
+    Packed up, down, shared_up, shared_down;
+    Packed router;
+    const float *rank_bias;
+    const float *input_norm, *attention_norm, *mlp_norm, *output_norm;
+    const float *q_norm, *k_norm;
     const float *cos_sin;
     int64_t window;
     const int32_t *page_table;
@@ -57,10 +65,13 @@ struct LayerWeights {
     double softcap;
 };
 struct ModelSpec {
-    int64_t is_bf16, head_bits, layers, hidden, intermediate, vocab, head_rows, heads, kv_heads, dim, page, threads, is_tied;
-    double eps, scale;
+    int64_t is_bf16, layers, hidden, vocab, heads, kv_heads, dim, page, threads, is_tied;
+    int64_t is_parallel, is_layer_norm, norms_all_heads, activation, expert_activation;
+    int64_t experts, top_k, groups, top_groups, is_sigmoid, normalises;
+    double eps, block_eps, scale, embedding_scale, expert_scale, logit_cap;
     const LayerWeights *weights;
-    const void *embedding, *head;
+    const void *embedding;
+    Packed head;
     const float *final_norm;
     int32_t *page_tables;
     int64_t table_rows, table_width;
@@ -68,7 +79,7 @@ struct ModelSpec {
     Row *rows;
     int32_t *lengths, *drafts;
     void *target;
-    const void *fc;
+    Packed fc;
     const float *hidden_norm;
     const int64_t *draft_ids, *taps;
 };

@@ -63,7 +63,7 @@ bool gemm_is_correct() {
     Pool pool(2);
     for (int64_t m = 1; m <= max_rows; ++m) {
         std::vector<float> y(m * rows);
-        linear<T>(pool, matrix, x.data(), cols, m, y.data(), rows, false);
+        linear<T>(pool, matrix, x.data(), cols, {{0, m}}, y.data(), rows, false);
         for (int64_t i = 0; i < m * rows; ++i) {
             double want = 0;
             for (int64_t k = 0; k < cols; ++k) want += taken[i / rows * cols + k] * values[i % rows * cols + k];
@@ -91,29 +91,39 @@ inline bool e4m3_is_correct() {
     return true;
 }
 
-// Whether a tiny model gives the same finite logits, bit by bit, for a whole prompt and token by token.
+// Whether a tiny model gives the same finite logits, bit by bit, for a whole prompt and token by token. With
+// `has_experts`, two of three experts and a shared one, in blocks with LayerNorm before and after.
 template <class T, class W>
-bool step_is_deterministic(bool has_scales) {
+bool step_is_deterministic(bool has_scales, bool has_experts) {
     constexpr int64_t layers = 2, hidden = 64, inner = 96, vocab = 80, heads = 4, kv_heads = 2, dim = 96, page = 16;
     constexpr int64_t pages = 16, rows = 4, qkv = (heads + 2 * kv_heads) * dim, tokens = 90;
     constexpr int64_t bits = std::is_same_v<T, W> ? 0 : std::is_same_v<W, Int8> ? 8 : 4;
     uint32_t random = 1;
     std::vector<double> values;
     auto matrix = [&](int64_t n, int64_t k) { return random_weights<T, W>(n, k, random, values); };
-    const std::vector<float> ones(std::max(hidden, dim), 1.0f), angles(tokens * 2 * dim, 0.7071f);
+    const std::vector<float> ones(2 * std::max(hidden, dim), 1.0f), angles(tokens * 2 * dim, 0.7071f);
+    const int64_t experts = has_experts ? 3 : 1;
+    const std::vector<float> router = random_weights<float, float>(kLanes, hidden, random, values);
     std::vector<std::vector<W>> store;
     constexpr int64_t data_bytes = 2 * kv_heads * page * dim * sizeof(T), page_bytes = data_bytes + 2 * kv_heads * page * 4;
     Aligned<char> cache(pages * layers * page_bytes);
     std::vector<int32_t> table(rows * pages);
     LayerWeights weights[layers];
     for (LayerWeights& w : weights) {
-        for (auto [n, k] : {std::pair{qkv, hidden}, {hidden, heads * dim}, {2 * inner, hidden}, {hidden, inner}})
-            store.push_back(matrix(n, k));
-        const auto last = store.end();
-        w = {last[-4].data(), last[-3].data(), last[-2].data(), last[-1].data(), bits, bits, bits, bits,
-             nullptr, nullptr, nullptr, nullptr, ones.data(), ones.data(), ones.data(), ones.data(), angles.data(), 0,
-             table.data(), layers * page_bytes, &cache[(&w - weights) * page_bytes],
-             has_scales ? (float*)&cache[(&w - weights) * page_bytes + data_bytes] : nullptr};
+        const auto packed = [&](int64_t rows, int64_t cols, int64_t count) -> Packed {
+            store.push_back(matrix(count * rows, cols));
+            return {store.back().data(), bits, rows, cols, nullptr};
+        };
+        w = {packed(qkv, hidden, 1), packed(hidden, heads * dim, 1), packed(2 * inner, hidden, experts),
+             packed(hidden, inner, experts)};
+        w.input_norm = w.mlp_norm = w.q_norm = w.k_norm = ones.data(), w.cos_sin = angles.data();
+        w.page_table = table.data(), w.cache_stride = layers * page_bytes;
+        w.cache = &cache[(&w - weights) * page_bytes];
+        if (has_scales) w.cache_scale = (float*)&cache[(&w - weights) * page_bytes + data_bytes];
+        if (!has_experts) continue;
+        w.shared_up = packed(2 * inner, hidden, 1), w.shared_down = packed(hidden, inner, 1);
+        w.router = {router.data(), 0, experts + 1, hidden, nullptr};
+        w.attention_norm = w.output_norm = ones.data();
     }
     const std::vector<W> head = matrix(vocab, hidden);
     std::vector<int32_t> last(rows), tokens_in(tokens), sampled(rows), finite(rows);
@@ -122,10 +132,12 @@ bool step_is_deterministic(bool has_scales) {
     for (int64_t r = 0; r < 2; ++r)
         for (int64_t i = 0; i < 6; ++i) table[r * pages + i] = (int32_t)(r * 6 + 5 - i);
     ModelSpec spec = {};
-    spec.is_bf16 = sizeof(T) == 2, spec.layers = layers, spec.hidden = hidden, spec.intermediate = inner;
-    spec.vocab = spec.head_rows = vocab, spec.heads = heads, spec.kv_heads = kv_heads, spec.dim = dim, spec.page = page;
+    spec.is_bf16 = sizeof(T) == 2, spec.layers = layers, spec.hidden = hidden, spec.vocab = vocab;
+    spec.is_layer_norm = has_experts, spec.experts = experts, spec.top_k = 2, spec.groups = 1;
+    spec.top_groups = spec.normalises = 1, spec.embedding_scale = spec.expert_scale = 1, spec.block_eps = 1e-6;
+    spec.heads = heads, spec.kv_heads = kv_heads, spec.dim = dim, spec.page = page;
     spec.threads = 2, spec.is_tied = 1, spec.eps = 1e-6, spec.scale = 0.18, spec.weights = weights;
-    spec.head = head.data(), spec.head_bits = bits, spec.final_norm = ones.data();
+    spec.head = {head.data(), bits, vocab, hidden, nullptr}, spec.final_norm = ones.data();
     spec.page_tables = table.data(), spec.table_rows = rows, spec.table_width = pages;
     spec.last_token = last.data(), spec.rows = fields.data();
     Decoder<T> net(spec);
@@ -148,8 +160,9 @@ bool passes_self_test() {
 #if defined(__AMX_BF16__)
     if (!request_amx()) return false;
 #endif
-    if (!gemm_is_correct<T, W>() || !step_is_deterministic<T, W>(false)) return false;
-    return !std::is_same_v<T, W> || (e4m3_is_correct() && step_is_deterministic<T, W>(true));  // weights do not matter
+    if (!gemm_is_correct<T, W>() || !step_is_deterministic<T, W>(false, false)) return false;
+    if (!step_is_deterministic<T, W>(false, true)) return false;
+    return !std::is_same_v<T, W> || (e4m3_is_correct() && step_is_deterministic<T, W>(true, false));  // weights do not matter
 }
 
 }  // namespace minisgl

@@ -76,7 +76,8 @@ MINISGL_VEC_OP(operator+, x + y)
 MINISGL_VEC_OP(operator-, x - y)
 MINISGL_VEC_OP(operator*, x* y)
 MINISGL_VEC_OP(operator/, x / y)
-MINISGL_VEC_OP(max, x > y ? x : y)  // y where x is NaN
+MINISGL_VEC_OP(max, x > y ? x : y)  // y where either is NaN
+MINISGL_VEC_OP(min, x < y ? x : y)
 #undef MINISGL_VEC_OP
 
 INLINE Vec fma(Vec a, Vec b, Vec c) {
