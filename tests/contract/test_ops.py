@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+from dataclasses import replace
 from itertools import product
 
 import pytest
@@ -61,6 +62,8 @@ def test_norms_embedding_and_activation(ops: OpTable, dtype: torch.dtype, rows: 
     x, r, w = (torch.randn(*s).to(dtype) for s in ((rows, 64), (rows, 64), (64,)))
     close(ops.rms_norm(x, w, EPS), reference.rms_norm(x, w, EPS))
     close(ops.rms_norm(x, w, EPS, r.clone()), reference.rms_norm(x, w, EPS, r))
+    scale = torch.tensor([0.375], dtype=dtype)
+    close(ops.rms_norm(x, w, EPS, r.clone(), scale), 0.375 * reference.rms_norm(x, w, EPS, r))
     expected = reference.add_rms_norm(x, r, w, EPS)
     for got, want in zip(ops.add_rms_norm(x, r.clone(), w, EPS), expected, strict=True):
         close(got, want)
@@ -168,6 +171,31 @@ def test_moe_does_not_let_overflow_in_one_expert_reach_other_tokens(ops: OpTable
     down[1] = float("inf")
     out = ops.moe(x, torch.tensor([[9.0, 0.0], [0.0, 9.0]]), Experts(gate_up, down, 1, True))
     assert bool(out[0].isfinite().all()) and not bool(out[1].isfinite().any())
+
+
+def test_experts_have_scales(ops: OpTable, dtype: torch.dtype):
+    """A scale of an expert is one of its down projection; one is negative."""
+    x, gate_up, down = ((torch.randn(*s) / 5).to(dtype) for s in ((7, 32), (5, 48, 32), (5, 32, 24)))
+    scale, logits = torch.tensor([0.5, 2.0, -1.0, 4.0, 1.0], dtype=dtype), torch.randn(7, 5)
+    want = ops.moe(x, logits, Experts(gate_up, down * scale[:, None, None], 2, True))
+    close(ops.moe(x, logits, Experts(gate_up, down, 2, True, scale=scale)), want)
+
+
+@pytest.mark.parametrize("with_norm", [False, True])
+def test_heads_of_v_have_a_norm_and_a_layer_may_only_read(ops: OpTable, dtype: torch.dtype, with_norm: bool):
+    qkv = torch.randn(5, 8 * 64).to(dtype)
+    w, cos_sin, positions = torch.rand(64).to(dtype), torch.rand(50, 64), torch.randint(0, 50, (5,), dtype=torch.int32)
+    weights, at = (w, w) if with_norm else (None, None), torch.randperm(16)[:5]
+    plain, normed, read = (torch.full((4, 2, 2, 4, 64), 7.0, dtype=dtype) for _ in range(3))
+    transform = reference.HeadTransform(*weights, EPS, cos_sin)
+    want = ops.norm_rope_store(qkv.clone(), transform, positions, plain, at)
+    got = ops.norm_rope_store(qkv.clone(), replace(transform, norms_v=True), positions, normed, at)
+    assert torch.equal(got, want) and torch.equal(normed[:, 0], plain[:, 0])
+    v = plain[at // 4, 1, :, at % 4].float()
+    close(normed[at // 4, 1, :, at % 4], torch.nn.functional.rms_norm(v, (64,), None, EPS).to(dtype))
+    reads = replace(transform, k_weight=None, reads=True)
+    close(ops.norm_rope_store(qkv[:, : 4 * 64].clone(), reads, positions, read, at), want)
+    assert bool((read == 7).all())
 
 
 @pytest.mark.parametrize(("page_size", "dim", "with_q_scale"), [(1, 64, False), (16, 64, True), (16, 80, False)])

@@ -11,8 +11,9 @@ from typing import Any
 
 import pytest
 import torch
+from transformers import Qwen3MoeConfig
 
-from contract.checkpoints import Checkpoint, configurations, save
+from contract.checkpoints import COMMON, Checkpoint, configurations, save
 from contract.harness import Span
 from contract.native_engine import NativeEngine
 from contract.test_native import SHAPES, A, B, C, assert_close, wide
@@ -212,3 +213,18 @@ def test_what_cannot_have_it_is_refused(tmp_path: Path, monkeypatch: pytest.Monk
         LLM(quantization="int8", tp=2)
     with pytest.raises(ConfigError, match="fp8 is not for cpu, where it can be int8 or int4"):
         LLM(quantization="fp8")
+
+
+@pytest.mark.parametrize(("quantization", "limit"), [("int8", 0.08), ("int4", 0.6)])
+def test_experts_are_rounded_as_little_as_other_weights(
+    quantization: str, limit: float, tmp_path: Path, isa: str
+) -> None:
+    """All experts are chosen, so that rounding changes no choice."""
+    sizes = {"hidden_size": 128, "intermediate_size": 128, "moe_intermediate_size": 128, "head_dim": 32}
+    heads = {"num_attention_heads": 4, "num_key_value_heads": 2}
+    checkpoint = save(tmp_path, Qwen3MoeConfig(**COMMON | sizes | heads, num_experts=3, num_experts_per_tok=3))
+    engine = NativeEngine.load(tmp_path, quantization=quantization)
+    want = torch.cat([checkpoint.logits(ids)[-1:] for ids in (A, B, C)])
+    got = engine.step([Span(0, 0, A), Span(1, 0, B), Span(2, 0, C)])
+    error = float((got - want).norm() / want.norm())
+    assert limit / 10 < error < limit

@@ -10,12 +10,13 @@ import math
 import struct
 from importlib import import_module
 from pathlib import Path
-from typing import Any, Final, NamedTuple
-
-import numpy as np
+from typing import TYPE_CHECKING, Any, Final, NamedTuple
 
 from minisgl.core.errors import ConfigError
 from minisgl.core.rounding import round_up
+
+if TYPE_CHECKING:
+    import numpy as np
 
 SCALARS: Final = {**dict(enumerate("BbHhIif?")), 10: "Q", 11: "q", 12: "d"}  # the number of a type -> its struct format
 TEXT, ARRAY = 8, 9
@@ -68,6 +69,8 @@ class _Header:
 
 def read_gguf(path: Path) -> tuple[dict[str, Any], dict[str, GgufTensor]]:
     """Return the metadata and the mapped tensors of a file. Raises `ConfigError` if it cannot be read."""
+    import numpy as np  # not before a command speaks
+
     package = gguf_package()
     try:
         data = np.memmap(path, np.uint8, "r").data

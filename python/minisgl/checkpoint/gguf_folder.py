@@ -15,8 +15,6 @@ from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import Any, Final
 
-import numpy as np
-
 from minisgl.checkpoint.gguf_file import GgufTensor, gguf_package, read_gguf
 from minisgl.core.errors import ConfigError
 
@@ -129,7 +127,9 @@ def gguf_model_folder(files: list[Path]) -> Path:
 
 def _contents(files: list[Path]) -> dict[str, Any]:
     """Return the files of the folder by name."""
-    from minisgl.checkpoint.gguf_tokenizer import tokenizer_files  # imports tokenizers, which only this needs
+    import numpy as np  # not before a command speaks
+
+    from minisgl.checkpoint.gguf_tokenizer import tokenizer_files
 
     metadata: dict[str, Any] = {}
     tensors: dict[str, GgufTensor] = {}
@@ -206,7 +206,7 @@ def _rope_scaling(given: dict[str, Any], tensors: dict[str, GgufTensor]) -> dict
         return None if kind == "none" else {"rope_type": kind, **scaling}
     return {
         "rope_type": "longrope",
-        "short_factor": gguf_package().dequantize(np.array(factors.data), factors.kind).tolist(),
+        "short_factor": gguf_package().dequantize(factors.data.copy(), factors.kind).tolist(),
         "original_max_position_embeddings": scaling.get("original_max_position_embeddings", given["context_length"]),
         "attention_factor": given.get("rope.scaling.attn_factor", 1.0),
     }

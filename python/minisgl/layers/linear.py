@@ -67,9 +67,9 @@ class RMSNorm:
         self._rms_norm, self._add_rms_norm = builder.ops.rms_norm, builder.ops.add_rms_norm
         self._comm = builder.comm
 
-    def forward(self, x: Tensor, residual: Tensor | None = None) -> Tensor:
-        """Return norm(x) [..., size], plus the residual if there is one."""
-        return self._rms_norm(x, self.weight, self.eps, residual)
+    def forward(self, x: Tensor, residual: Tensor | None = None, scale: Tensor | None = None) -> Tensor:
+        """Return norm(x) [..., size], plus the residual if there is one; all of it times `scale` [1], if given."""
+        return self._rms_norm(x, self.weight, self.eps, residual, scale)
 
     def sum_add(self, stream: Stream) -> tuple[Tensor, Tensor]:
         """Return (norm(total), total), each [T, size], for the hidden states `total`; may overwrite the stream."""

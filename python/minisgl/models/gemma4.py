@@ -66,7 +66,7 @@ class LayerInputs:
 
 
 class LayerTail:
-    """The end of layer `index`: hidden states gain an MLP of them and the layer's input, and are scaled."""
+    """The end of layer `index`, from the norm after its MLP on: an MLP of hidden states and inputs, and a scale."""
 
     def __init__(self, builder: Builder, config: ModelConfig, index: int) -> None:
         c, name = config, f"model.layers.{index}"
@@ -78,9 +78,10 @@ class LayerTail:
             self._norm = RMSNorm(builder, f"{name}.post_per_layer_input_norm", c.hidden_size, c.rms_norm_eps)
             self._activation = ACTIVATIONS[c.activation]
 
-    def forward(self, hidden: Tensor, inputs: Tensor | None) -> Stream:
-        """Return the stream for hidden states [T, H] and the layer's inputs [T, size]; may overwrite `hidden`."""
-        if self._norm is not None and inputs is not None:
-            gated = self._activation(finished(self._gate.forward(hidden))) * inputs
-            hidden = self._norm.forward(finished(self._projection.forward(gated)), hidden)
-        return Stream(hidden.mul_(self._scalar))
+    def forward(self, x: Tensor, residual: Tensor | None, norm: RMSNorm, inputs: Tensor | None) -> Stream:
+        """Return the stream for the block's output, the residual [T, H], the norm after it, and inputs [T, size]."""
+        if self._norm is None or inputs is None:
+            return Stream(norm.forward(x, residual, self._scalar))
+        hidden = norm.forward(x, residual)
+        gated = self._activation(finished(self._gate.forward(hidden))) * inputs
+        return Stream(self._norm.forward(finished(self._projection.forward(gated)), hidden, self._scalar))

@@ -79,10 +79,10 @@ class DecoderLayer:
             out = self.mlp.forward(stream, self.norms[2])
         if self._tail is None:
             return self._sum_after_norm(out, self.norms[3])
-        assert self.norms[3] is not None, "the end of a layer follows a norm"
+        assert isinstance(self.norms[3], RMSNorm), "the end of a layer begins with a norm"
         x = finished(out.x) if isinstance(self.mlp, BesideMLP) else self._sum(finished(out.x))
-        hidden = self.norms[3].forward(x, finished(out.residual))
-        return self._tail.forward(hidden, inputs if keep is None or inputs is None else inputs.index_select(0, keep))
+        own = inputs if keep is None or inputs is None else inputs.index_select(0, keep)
+        return self._tail.forward(x, finished(out.residual), self.norms[3], own)
 
     def _sum_after_norm(self, stream: Stream, norm: Norm | None) -> Stream:
         if norm is None:

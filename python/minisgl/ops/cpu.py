@@ -36,8 +36,12 @@ def linear(x: Tensor, weight: Tensor, bias: Tensor | None = None, gate: str = ""
     return out if bias is None else out.add_(bias)
 
 
-def rms_norm(x: Tensor, weight: Tensor, eps: float, residual: Tensor | None = None) -> Tensor:
+def rms_norm(
+    x: Tensor, weight: Tensor, eps: float, residual: Tensor | None = None, scale: Tensor | None = None
+) -> Tensor:
     """As `reference.rms_norm`: 11 instead of 14. Overwrites the residual."""
+    if scale is not None:
+        return rms_norm(x, weight, eps, residual).mul_(scale)
     if residual is not None:
         return residual.add_(rms_norm(x, weight, eps))
     if x.dtype is torch.float32:

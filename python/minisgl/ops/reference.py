@@ -28,17 +28,21 @@ def embedding(ids: Tensor, weight: Tensor) -> Tensor:
     return F.embedding(ids, weight)
 
 
-def rms_norm(x: Tensor, weight: Tensor, eps: float, residual: Tensor | None = None) -> Tensor:
+def rms_norm(
+    x: Tensor, weight: Tensor, eps: float, residual: Tensor | None = None, scale: Tensor | None = None
+) -> Tensor:
     """Return x / sqrt(mean(x^2) + eps) * weight over the last dimension (Zhang, Sennrich 2019, arXiv:1910.07467).
 
     x [..., n], weight [n]. The result is computed in float32, rounded to the weight's dtype, multiplied by the weight,
     and rounded to x's dtype. So a weight in x's dtype is applied after rounding, as in Llama, and a float32 weight
-    before, as in Gemma. A `residual` is added to the result; it may be overwritten.
+    before, as in Gemma. A `residual` is added to the result; it may be overwritten. The sum is multiplied by `scale`
+    [1], if given.
     """
     x32 = x.float()
     normed = x32 * torch.rsqrt(x32.pow(2).mean(-1, keepdim=True) + eps)
     normed = (weight * normed.to(weight.dtype)).to(x.dtype)
-    return normed if residual is None else residual + normed
+    total = normed if residual is None else residual + normed
+    return total if scale is None else total * scale
 
 
 def add_rms_norm(x: Tensor, residual: Tensor, weight: Tensor, eps: float) -> tuple[Tensor, Tensor]:

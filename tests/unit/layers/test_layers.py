@@ -68,7 +68,7 @@ def test_moe_routes_each_token_to_its_experts():
         whole(f"{name}.experts.1.w1.weight", 3, 4, start=6),
     )
     assert down.sources[2] == whole(f"{name}.experts.2.w2.weight", 4, 3, start=8)
-    assert layer.gate_up.shape == (3, 6, 4) and layer.down.shape == (3, 4, 3)
+    assert layer.weights.gate_up.shape == (3, 6, 4) and layer.weights.down.shape == (3, 4, 3)
     for parameter in b.parameters:
         torch.nn.init.normal_(parameter.tensor)
     norm = RMSNorm(b, "n", 4, 0.0)
@@ -79,8 +79,8 @@ def test_moe_routes_each_token_to_its_experts():
     normed = torch.nn.functional.rms_norm(total, (4,))
     for y, row in zip(out, normed, strict=True):
         e = int((layer.router.weight @ row).argmax())
-        gate, up = (layer.gate_up[e] @ row).chunk(2)
-        torch.testing.assert_close(y, layer.down[e] @ (torch.nn.functional.silu(gate) * up))
+        gate, up = (layer.weights.gate_up[e] @ row).chunk(2)
+        torch.testing.assert_close(y, layer.weights.down[e] @ (torch.nn.functional.silu(gate) * up))
 
 
 def test_merged_linear_equals_its_parts():

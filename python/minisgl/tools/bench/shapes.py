@@ -80,6 +80,11 @@ SHAPES: Final[dict[str, dict[str, Any]]] = {
     | {"vocab_size": 262208, "head_dim": 128, "num_key_value_heads": 16, "query_pre_attn_scalar": 168}
     | {"sliding_window": 1024, "sliding_window_pattern": 6, "max_position_embeddings": 131072}
     | {"rope_scaling": {"rope_type": "linear", "factor": 8.0}, "bos_token_id": 2, "eos_token_id": 1},
+    "gemma-3-12b": {"architectures": ["Gemma3ForCausalLM"], "model_type": "gemma3_text", "torch_dtype": "bfloat16"}
+    | _sizes(3840, 15360, 48, 16)
+    | {"vocab_size": 262208, "head_dim": 256, "num_key_value_heads": 8, "query_pre_attn_scalar": 256}
+    | {"sliding_window": 1024, "sliding_window_pattern": 6, "max_position_embeddings": 131072}
+    | {"rope_scaling": {"rope_type": "linear", "factor": 8.0}, "bos_token_id": 2, "eos_token_id": 1},
     "gemma-4-12b": {"architectures": ["Gemma4UnifiedForCausalLM"], "torch_dtype": "bfloat16"}
     | _sizes(3840, 15360, 48, 16)
     | {"model_type": "gemma4_unified_text", "vocab_size": 262144, "num_key_value_heads": 8}
