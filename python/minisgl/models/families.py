@@ -581,6 +581,18 @@ FAMILIES: Final[Mapping[str, Family]] = MappingProxyType(
                 shared_keys=("shared_expert_intermediate_size",),
             ),
         ),
+        "MellumForCausalLM": Family(
+            qk_norm="head",
+            slides="if listed",
+            defaults={
+                "head_dim": 128,
+                "sliding_window": 1024,
+                "norm_topk_prob": True,
+                "rope_local_base_freq": 10000.0,
+                "rope_theta": 5e5,
+            },
+            experts=ExpertFlags(dense="listed"),
+        ),
         "GraniteMoeForCausalLM": Family(
             options=MULTIPLIERS,
             logit_scale=("logits_scaling", -1),
