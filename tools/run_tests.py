@@ -44,12 +44,14 @@ class Part:
 
 
 STARTS = "lifecycle processes replicas listening disk_kv traces deploy nginx load replay request_log drafts"
+NATIVE = "native quantized_step"
 # Those that compute longest first. "others" gets what no part names, so that no test is lost.
 PARTS = (
     Part("servers and pages", ("tests/e2e",)),
+    Part("families", ("tests/contract",)),
+    Part("C++ step", (*(f"tests/contract/test_{name}.py" for name in NATIVE.split()), "tests/unit/native")),
     Part("starts of servers", tuple(f"tests/e2e/test_{name}.py" for name in STARTS.split())),
     Part("engines", ("tests/unit/engine", "tests/unit/llm", "tests/unit/models", "tests/unit/training")),
-    Part("C++ step", ("tests/contract", "tests/unit/native")),
     Part("others", ("tests",)),
     Part("scheduler", ("tests/unit/scheduler", "tests/simulation", "tests/unit/kvcache")),
     Part(
