@@ -36,7 +36,7 @@ from transformers.models.llama.modeling_llama import LlamaAttention
 
 from contract.checkpoints import COMMON, GEMMA_2, Checkpoint, save
 from contract.harness import MiniEngine, Span
-from contract.test_parity import A, B, C, assert_equal
+from contract.test_parity import A, B, C, assert_equal, check_decoding
 from minisgl import LLM, SamplingParams
 from minisgl.checkpoint import hf
 from minisgl.checkpoint.hf import BUILTIN_MODEL
@@ -102,11 +102,7 @@ def checkpoint(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPath
 
 @pytest.mark.parametrize(("page_size", "attention"), [(16, "cpu"), (1, "reference")])
 def test_prefill_and_decode(checkpoint: Checkpoint, page_size: int, attention: str):
-    engine = load(checkpoint.folder, page_size=page_size, attention=attention)
-    want = checkpoint.logits(A)
-    assert_equal(engine.step([Span(0, 0, A[:80])]), want[79:80])
-    for i in range(80, 90):
-        assert_equal(engine.step([Span(0, i, [A[i]])]), want[i : i + 1])
+    check_decoding(load(checkpoint.folder, page_size=page_size, attention=attention), checkpoint)
 
 
 @pytest.mark.parametrize("chunk", [1, 33])

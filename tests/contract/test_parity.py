@@ -41,6 +41,11 @@ def test_every_architecture_has_a_checkpoint():
 )
 def test_prefill_and_decode(checkpoint: Checkpoint, page_size: int, ops: str, attention: str):
     engine = MiniEngine.load(checkpoint.folder, page_size=page_size, ops=ops, attention=attention)
+    check_decoding(engine, checkpoint)
+
+
+def check_decoding(engine: MiniEngine, checkpoint: Checkpoint) -> None:
+    """A prompt of 80 tokens, and ten that are decoded."""
     want = checkpoint.logits(A)
     assert_equal(engine.step([Span(0, 0, A[:80])]), want[79:80])
     for i in range(80, 90):

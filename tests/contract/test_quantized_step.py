@@ -215,16 +215,22 @@ def test_what_cannot_have_it_is_refused(tmp_path: Path, monkeypatch: pytest.Monk
         LLM(quantization="fp8")
 
 
-@pytest.mark.parametrize(("quantization", "limit"), [("int8", 0.08), ("int4", 0.6)])
-def test_experts_are_rounded_as_little_as_other_weights(
-    quantization: str, limit: float, tmp_path: Path, isa: str
-) -> None:
-    """All experts are chosen, so that rounding changes no choice."""
+@pytest.mark.parametrize("quantization", ["int8", "int4"])
+def test_experts_are_rounded_as_other_weights(quantization: str, tmp_path: Path, isa: str) -> None:
+    """Logits are those of a model with rounded experts, but for the 8 bits of their inputs, about 2 %.
+
+    All experts are chosen, so that rounding changes no choice.
+    """
     sizes = {"hidden_size": 128, "intermediate_size": 128, "moe_intermediate_size": 128, "head_dim": 32}
     heads = {"num_attention_heads": 4, "num_key_value_heads": 2}
     checkpoint = save(tmp_path, Qwen3MoeConfig(**COMMON | sizes | heads, num_experts=3, num_experts_per_tok=3))
+    model = rounded_model(checkpoint.model, quantization)
+    with torch.no_grad():
+        for name, weight in model.named_parameters():
+            if ".experts." in name:
+                matrix = rounded(weight.flatten(0, 1), TARGET_FORMATS["cpu"][quantization])
+                weight.copy_(matrix.view_as(weight))
     engine = NativeEngine.load(tmp_path, quantization=quantization)
-    want = torch.cat([checkpoint.logits(ids)[-1:] for ids in (A, B, C)])
     got = engine.step([Span(0, 0, A), Span(1, 0, B), Span(2, 0, C)])
-    error = float((got - want).norm() / want.norm())
-    assert limit / 10 < error < limit
+    want = torch.cat([Checkpoint(tmp_path, model).logits(ids)[-1:] for ids in (A, B, C)])
+    assert float((got - want).norm() / want.norm()) < 0.03

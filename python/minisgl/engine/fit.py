@@ -97,7 +97,7 @@ def _page_bytes(model: ModelConfig, config: EngineConfig, page_size: int, item: 
     m, info = model, DistributedInfo(0, config.tp)
     own = [layer for layer, sizes in enumerate(m.layers) if sizes.kv_of is None]
     states = [state for layer in own for state in m.mixer(layer, info).states]
-    if m.experts is None or m.experts.dense_layers:
+    if m.experts is None or m.experts.dense_layers or m.experts.flags.is_beside:
         info.shard(m.intermediate_size, "intermediate features")
     if m.experts is not None:
         info.shard(m.experts.intermediate_size, "intermediate features of an expert")

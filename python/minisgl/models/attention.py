@@ -48,12 +48,12 @@ class Attention:
         k = builder.shard_or_replicate(sizes.kv_heads, "KV heads", unit=dim)
         self.q_size, kv_size = q.count, 0 if source is not None else k.count
         qkv: dict[str, Rows] = {f"{name}.q_proj": q}
-        if source is None:
-            qkv |= {f"{name}.k_proj": k, f"{name}.v_proj": k}
-        if sizes.is_v_k and source is None:
-            qkv = {f"{name}.q_proj": q, f"{name}.k_proj": replace(k, copies=2)}
         if "qkv" in family.fused:
             qkv = {f"{name}.qkv_proj": (q, k, k)}
+        elif source is None and sizes.is_v_k:
+            qkv[f"{name}.k_proj"] = replace(k, copies=2)
+        elif source is None:
+            qkv |= {f"{name}.k_proj": k, f"{name}.v_proj": k}
         head = head_order(dim, c.ropes[index].dim or dim, is_interleaved=c.is_interleaved)
         is_ordered = head == [*range(dim)]
         rotated = [start + i for start in range(0, q.count + kv_size, dim) for i in head]
@@ -75,7 +75,6 @@ class Attention:
         if c.output_gate:
             gates = heads if c.output_gate == "head" else q
             self._gate = Linear(builder, {f"{name}.g_proj": gates}, hidden_size, bias=False)
-            self._gate_of = F.softplus if family.output_gate == "softplus" else torch.sigmoid
         mixer = c.mixer(index, builder.info)
         self.mixer = builder.mixer(mixer)
         if source is None:
@@ -95,7 +94,7 @@ class Attention:
             qkv, total = self.qkv_proj.after_sum_norm(stream, norm)
             return Stream(self.attend(finished(qkv), ctx), total)
         normed, total = (finished(stream.x),) * 2 if norm is None else norm.sum_add(stream)
-        gates = self._gate_of(finished(self._gate.forward(normed)).float())
+        gates = F.softplus(finished(self._gate.forward(normed)).float())
         return Stream(self.attend(finished(self.qkv_proj.forward(normed)), ctx, gates), total)
 
     def attend(self, qkv: Tensor, ctx: Context, gates: Tensor | None = None) -> Result:

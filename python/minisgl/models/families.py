@@ -144,8 +144,8 @@ class Family:
     slides               which layers may have a window (`models/positions.py: SLIDES`); None: no layer
     has_sinks            attention has a learned sink for each head
     norms_v              heads of v have a norm without weights
-    output_gate          attention's output is multiplied by "softplus" or "sigmoid" of a projection of its input, as
-                         `gating` in config.json says; "" for none
+    has_output_gate      attention's output is multiplied by softplus of a projection of its input, for each head or
+                         element, as `gating` in config.json says
     has_layer_tail       layers end as those of Gemma 4 (`models/gemma4.py: LayerTail`)
     has_window_switch    these layers have a window only if `use_sliding_window` is true
     activation_key       the field of config.json for the MLP's activation
@@ -183,7 +183,7 @@ class Family:
     has_window_switch: bool = False
     has_sinks: bool = False
     norms_v: bool = False
-    output_gate: str = ""
+    has_output_gate: bool = False
     has_layer_tail: bool = False
     activation_key: str = "hidden_act"
     refuses: tuple[str, ...] = ()
@@ -249,7 +249,7 @@ GEMMA_4: Final = Family(
     qk_norm="head",
     norms_v=True,
     has_layer_tail=True,
-    slides="gemma 4",
+    slides="not last of 6 nor of all",
     activation_key="hidden_activation",
     options=frozenset({"final_logit_softcapping"}),
     text_types=("gemma4_text",),
@@ -556,7 +556,7 @@ FAMILIES: Final[Mapping[str, Family]] = MappingProxyType(
         "LagunaForCausalLM": Family(
             qk_norm="head",
             has_partial_rope=True,
-            output_gate="softplus",
+            has_output_gate=True,
             slides="if listed",
             refuses=("moe_apply_router_weight_on_input",),
             defaults={

@@ -26,10 +26,10 @@ SLIDES: Final[Mapping[str, Callable[[dict[str, Any], int], bool]]] = MappingProx
     {
         "all": lambda config, i: True,
         "listed": lambda config, i: True,  # unless `layer_types` says otherwise
-        "if listed": lambda config, i: False,
+        "if listed": lambda config, i: False,  # nor does any, unless `layer_types` says so
         "last": _is_last,
         "even, not last": lambda config, i: i % 2 == 0 and not _is_last(config, i),
-        "gemma 4": lambda config, i: (i + 1) % 6 != 0 and i + 1 != size(config, "num_hidden_layers"),
+        "not last of 6 nor of all": lambda config, i: (i + 1) % 6 != 0 and i + 1 != size(config, "num_hidden_layers"),
         "not first of 4": lambda config, i: i % 4 != 0,
         "pattern": lambda config, i: (i + 1) % size(config, "sliding_window_pattern") != 0,  # all but every n-th layer
     }
