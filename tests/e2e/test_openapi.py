@@ -95,7 +95,8 @@ def test_samples_run(server: ServerProcess, document: dict[str, Any], key: str) 
     msgspec.convert(json.loads(answers[0]), endpoint.response)
     assert len(answers) == 1 + (endpoint.media == "text/event-stream"), "one with a stream, too"
     for stream in answers[1:]:
-        assert len(re.findall("^data: ", stream, flags=re.M)) > 5 and '"error":{' not in stream
+        # Under load, tokens wait for each other and come in fewer events.
+        assert len(re.findall("^data: ", stream, flags=re.M)) >= 2 and '"error":{' not in stream
 
 
 @pytest.mark.parametrize(("method", "path", "body"), REQUESTS)
