@@ -195,7 +195,7 @@ def load_parts(spec: EngineSpec, device: Device, group: Group, factory: RunnerFa
     model = load_model(
         spec.folder, m, spec.dtype, device, ops, spec.dummy_weight, progress, comm, kind, factory.supports_format
     )
-    store = StateStore(spec.page_size, E4M3 if spec.fp8_cache else spec.dtype, device.torch_device)
+    store = StateStore(spec.page_size, E4M3 if spec.fp8_cache else spec.dtype, device.torch_device, spec.dtype)
     store.add(model.states)
     # One row more than requests: the dummy row pads captured steps.
     state = RowState(rows + 1, spec.pages_per_row, device.torch_device, len(store.page_bytes))

@@ -104,7 +104,7 @@ def _page_bytes(model: ModelConfig, config: EngineConfig, page_size: int, item: 
     is_fp8 = config.kv_cache_dtype == "fp8"
     sizes = [0] * (1 + max(state.group for state in states))
     for state in states:
-        sizes[state.group] += state.page_bytes(page_size, 1 if is_fp8 else item, is_fp8)
+        sizes[state.group] += state.page_bytes(page_size, item, is_fp8)
     return sizes
 
 

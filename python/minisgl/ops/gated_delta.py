@@ -19,6 +19,7 @@ convolution, W its width, R tokens that a slot keeps besides S.
 from __future__ import annotations
 
 from dataclasses import dataclass
+from itertools import pairwise
 from typing import TYPE_CHECKING, Final, NamedTuple
 
 import torch
@@ -88,7 +89,7 @@ def gated_delta(qkvz: Tensor, ba: Tensor, weights: DeltaWeights, state: DeltaSta
     out = torch.zeros(len(qkvz), heads, len(weights.norm), device=qkvz.device)
     captures, ends = step.captures.tolist(), step.cu_query_lens.tolist()
     slots, state_lens, rows = step.slots.tolist(), step.state_lens.tolist(), step.rows.tolist()
-    for i, (first, end) in enumerate(zip(ends, ends[1:], strict=False)):
+    for i, (first, end) in enumerate(pairwise(ends)):
         if first == end:
             continue
         at, start, slot = slice(first, end), int(step.positions[first]), slots[i]
@@ -128,9 +129,10 @@ def gated_norm(x: Tensor, z: Tensor, weights: DeltaWeights) -> Tensor:
 
 
 def fold(states: Sequence[DeltaState], folds: Tensor) -> None:
-    """Move S of all layers from `start` to `stop` tokens, whose triples they have; folds [N, 3] int32: slot, start, stop.
+    """Move S of all layers from `start` to `stop` tokens, whose triples they have.
 
-    `states` are those of layers with equal shapes, at equal distances in memory.
+    folds [N, 3] int32 has slot, start and stop of each move. `states` are those of layers with equal shapes, at equal
+    distances in memory.
     """
     for slot, start, stop in folds.tolist():
         for state in states:
@@ -155,11 +157,11 @@ def _convolved(inputs: Tensor, weights: DeltaWeights) -> tuple[Tensor, Tensor, T
     """Return q and k [n, Hv, Dk] and v [n, Hv, Dv] float32, for the inputs [W - 1 + n, C] of the tokens and before."""
     heads, size = len(weights.a_log), weights.key_size
     x = F.silu(F.conv1d(inputs.t().float(), weights.conv.float(), groups=inputs.shape[1])).to(inputs.dtype).t().float()
-    q, k, v = x.split([size, size, x.shape[1] - 2 * size], 1)
-    q, k = (x.unflatten(1, (weights.key_heads, -1)) for x in (q, k))
+    q, k, v = torch.split(x, [size, size, x.shape[1] - 2 * size], 1)
+    q, k = (torch.unflatten(x, 1, (weights.key_heads, -1)) for x in (q, k))
     q, k = (x * torch.rsqrt(x.square().sum(-1, keepdim=True) + NORM_EPS) for x in (q, k))
     q, k = (x.repeat_interleave(heads // weights.key_heads, 1) for x in (q * q.shape[-1] ** -0.5, k))
-    return q, k, v.unflatten(1, (heads, -1))
+    return q, k, torch.unflatten(v, 1, (heads, -1))
 
 
 def _recent(state: DeltaState, slot: int, start: int, stop: int) -> tuple[Tensor, Tensor, Tensor]:
@@ -167,9 +169,9 @@ def _recent(state: DeltaState, slot: int, start: int, stop: int) -> tuple[Tensor
     _, heads, dk, dv = state.delta.shape
     index = _index(state.recent, start, stop)
     recent = state.recent[slot, index].float()
-    k, u = recent.split([recent.shape[1] - heads * dv, heads * dv], 1)
-    k = k.unflatten(1, (-1, dk))
-    return k.repeat_interleave(heads // k.shape[1], 1), u.unflatten(1, (heads, dv)), state.decay[slot, index]
+    k, u = torch.split(recent, [recent.shape[1] - heads * dv, heads * dv], 1)
+    k = torch.unflatten(k, 1, (-1, dk))
+    return k.repeat_interleave(heads // k.shape[1], 1), torch.unflatten(u, 1, (heads, dv)), state.decay[slot, index]
 
 
 def _decode(tokens: Sequence[Tensor], state: DeltaState, slot: int, state_len: int, start: int) -> Tensor:
@@ -200,7 +202,7 @@ def _advance(tokens: Sequence[Tensor], s: Tensor) -> tuple[Tensor, Tensor]:
     The u of a block solve a triangular system (section 3.3 of the paper).
     """
     outputs = []
-    for q, k, v, beta, g in zip(*(x.split(BLOCK) for x in tokens), strict=True):
+    for q, k, v, beta, g in zip(*(torch.split(x, BLOCK) for x in tokens), strict=True):
         total = g.cumsum(0).t()  # [Hv, n]
         q, k, v, beta = (x.transpose(0, 1) for x in (q, k, v, beta))
         decays = (total[:, :, None] - total[:, None]).tril().exp().tril()
