@@ -35,7 +35,7 @@ from minisgl.native import library as native
 from minisgl.native.packing import LANES
 from minisgl.native.runner import refusal
 from minisgl.ops.quantized import round_fp8
-from minisgl.ops.reference import HeadTransform
+from minisgl.ops.reference import OUTPUT_GATES, HeadTransform
 from minisgl.settings.options import EngineConfig
 
 pytestmark = pytest.mark.usefixtures("built", "fixed_costs")
@@ -219,6 +219,23 @@ def test_options_of_scores(tmp_path: Path, isa: str, option: tuple[float, bool, 
         assert (ours - without).abs().max() > 0.01 * without.abs().max(), "the option changes nothing"
 
 
+@pytest.mark.parametrize("function", OUTPUT_GATES)
+def test_output_gates(tmp_path: Path, isa: str, function: str, monkeypatch: pytest.MonkeyPatch):
+    """Each function of gates, for heads and for elements, gives the logits of the eager runner."""
+    name = "LagunaForCausalLM"
+    families = {**FAMILIES, name: replace(FAMILIES[name], output_gate=function)}
+    monkeypatch.setattr("minisgl.models.model_config.FAMILIES", families)
+    logits = {}
+    for kind in ("per-head", "per-element"):
+        config = copy.deepcopy(taken()["laguna"])
+        config.gating, config.initializer_range = kind, 0.5  # gates that differ
+        save(tmp_path / kind, config)
+        engine, eager = NativeEngine.load(tmp_path / kind), eager_runner(tmp_path / kind, 16)
+        logits[kind] = engine.step([Span(0, 0, A[:75]), Span(1, 0, B)])
+        assert_close(logits[kind], eager.logits_of(engine.plan))
+    assert (logits["per-head"] - logits["per-element"]).abs().max() > 0.1
+
+
 @pytest.mark.parametrize("page_size", [16, 64])
 @pytest.mark.parametrize("shape", SHAPES)
 def test_a_cache_of_8_bits(tmp_path: Path, isa: str, shape: str, page_size: int):
@@ -247,7 +264,7 @@ def test_a_cache_of_8_bits(tmp_path: Path, isa: str, shape: str, page_size: int)
 
 MANY_SHAPES = (
     *("qwen3-tied-wide-heads", "windows", "one-kv-head", "gemma2", "glm4", "olmo3", "phi"),
-    *("qwen3-moe-every-second-layer", "qwen2-moe", "glm4-moe", "gpt-oss"),
+    *("qwen3-moe-every-second-layer", "qwen2-moe", "glm4-moe", "gpt-oss", "gemma4-moe", "gemma4-shared", "laguna"),
 )
 
 

@@ -43,6 +43,7 @@ if TYPE_CHECKING:
     from minisgl.layers.linear import Linear, Norm
     from minisgl.models.attention import Attention
     from minisgl.models.gemma4 import LayerTail
+    from minisgl.models.model_config import ModelConfig
 
 _log = logging.getLogger("minisgl.native")
 
@@ -54,8 +55,8 @@ PLAIN: Final = Flag.SAMPLES | Flag.FROM_DEVICE | Flag.DRAFTS | Flag.MASKED  # th
 def refusal(spec: EngineSpec) -> str | None:
     """Return why the C++ step cannot run a model with these settings; None if it can."""
     m = spec.model
-    if m.is_fallback:
-        return "transformers computes the model"
+    if (reason := layers_refusal(m)) is not None:
+        return f"{m.architecture} has {reason}"
     if spec.info.size > 1:
         return "the model is sharded over several ranks"
     if spec.attention_backend != "auto":
@@ -83,6 +84,12 @@ def refusal(spec: EngineSpec) -> str | None:
         if size % divisor:
             return f"{name} {size} is not a multiple of {divisor}"
     return None
+
+
+def layers_refusal(m: ModelConfig) -> str | None:
+    """Return what the C++ step does not have of a model's layers; None if it has all."""
+    missing = {"modelling code of transformers": m.is_fallback}
+    return next((name for name, is_missing in missing.items() if is_missing), None)
 
 
 class NativeModel:
