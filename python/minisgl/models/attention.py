@@ -7,12 +7,11 @@ from functools import partial
 from typing import TYPE_CHECKING
 
 import torch
-from torch.nn import functional as F
 
 from minisgl.layers.linear import HeadsNorm, Linear, RMSNorm, Stream
 from minisgl.layers.rotary import head_order
 from minisgl.ops.deferred import Result, finished
-from minisgl.ops.reference import HeadTransform
+from minisgl.ops.reference import OUTPUT_GATES, HeadTransform
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -71,10 +70,11 @@ class Attention:
             k_norm = norm(norms[1]).weight if source is None else None
         heads = builder.shard(sizes.heads, "attention heads")
         sinks = builder.parameter({f"{name}.sinks": heads}, dtype=torch.float32) if family.has_sinks else None
-        self._gate = None
+        self.gate = None
         if c.output_gate:
             gates = heads if c.output_gate == "head" else q
-            self._gate = Linear(builder, {f"{name}.g_proj": gates}, hidden_size, bias=False)
+            self.gate = Linear(builder, {f"{name}.g_proj": gates}, hidden_size, bias=False)
+            self._gate_function = OUTPUT_GATES[family.output_gate]
         mixer = c.mixer(index, builder.info)
         self.mixer = builder.mixer(mixer)
         if source is None:
@@ -90,11 +90,11 @@ class Attention:
 
         This step's keys and values are stored; `stream` may be overwritten.
         """
-        if self._gate is None:
+        if self.gate is None:
             qkv, total = self.qkv_proj.after_sum_norm(stream, norm)
             return Stream(self.attend(finished(qkv), ctx), total)
         normed, total = (finished(stream.x),) * 2 if norm is None else norm.sum_add(stream)
-        gates = F.softplus(finished(self._gate.forward(normed)).float())
+        gates = self._gate_function(finished(self.gate.forward(normed)).float())
         return Stream(self.attend(finished(self.qkv_proj.forward(normed)), ctx, gates), total)
 
     def attend(self, qkv: Tensor, ctx: Context, gates: Tensor | None = None) -> Result:

@@ -144,8 +144,8 @@ class Family:
     slides               which layers may have a window (`models/positions.py: SLIDES`); None: no layer
     has_sinks            attention has a learned sink for each head
     norms_v              heads of v have a norm without weights
-    has_output_gate      attention's output is multiplied by softplus of a projection of its input, for each head or
-                         element, as `gating` in config.json says
+    output_gate          attention's output is multiplied by this function of a projection of its input
+                         (`ops/reference.py: OUTPUT_GATES`), for each head or element, as `gating` in config.json says
     has_layer_tail       layers end as those of Gemma 4 (`models/gemma4.py: LayerTail`)
     has_window_switch    these layers have a window only if `use_sliding_window` is true
     activation_key       the field of config.json for the MLP's activation
@@ -183,7 +183,7 @@ class Family:
     has_window_switch: bool = False
     has_sinks: bool = False
     norms_v: bool = False
-    has_output_gate: bool = False
+    output_gate: str = ""
     has_layer_tail: bool = False
     activation_key: str = "hidden_act"
     refuses: tuple[str, ...] = ()
@@ -556,7 +556,7 @@ FAMILIES: Final[Mapping[str, Family]] = MappingProxyType(
         "LagunaForCausalLM": Family(
             qk_norm="head",
             has_partial_rope=True,
-            has_output_gate=True,
+            output_gate="softplus",
             slides="if listed",
             refuses=("moe_apply_router_weight_on_input",),
             defaults={

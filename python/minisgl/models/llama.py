@@ -57,7 +57,7 @@ class DecoderLayer:
         ]
         self.self_attn = Attention(builder, c, index, cos_sin, q_scale=q_scale, source=source)
         self.mlp = make_mlp(builder, c, index)
-        self._tail = LayerTail(builder, c, index) if c.family.has_layer_tail else None
+        self.tail = LayerTail(builder, c, index) if c.family.has_layer_tail else None
         self._is_parallel = c.family.is_parallel
         self._sum = builder.comm.sum
 
@@ -77,12 +77,12 @@ class DecoderLayer:
             out = self.mlp.sum_forward(stream, self.norms[2])
         else:
             out = self.mlp.forward(stream, self.norms[2])
-        if self._tail is None:
+        if self.tail is None:
             return self._sum_after_norm(out, self.norms[3])
         assert isinstance(self.norms[3], RMSNorm), "the end of a layer begins with a norm"
         x = finished(out.x) if isinstance(self.mlp, BesideMLP) else self._sum(finished(out.x))
         own = inputs if keep is None or inputs is None else inputs.index_select(0, keep)
-        return self._tail.forward(x, finished(out.residual), self.norms[3], own)
+        return self.tail.forward(x, finished(out.residual), self.norms[3], own)
 
     def _sum_after_norm(self, stream: Stream, norm: Norm | None) -> Stream:
         if norm is None:

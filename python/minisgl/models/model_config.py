@@ -313,7 +313,7 @@ def _flag(config: dict[str, Any], value: bool | str) -> bool:
 
 
 def _output_gate(config: dict[str, Any], family: Family) -> str:
-    if not family.has_output_gate:
+    if not family.output_gate:
         return ""
     kinds = {True: "head", "per-head": "head", "per-element": "element"}
     gating = config.get("gating", True)

@@ -66,6 +66,10 @@ ACTIVATIONS: Final[Mapping[str, Callable[[Tensor], Tensor]]] = {
 """The activations of MLPs without a gate."""
 
 
+OUTPUT_GATES: Final[Mapping[str, Callable[[Tensor], Tensor]]] = {"sigmoid": torch.sigmoid, "softplus": F.softplus}
+"""What is done to a projection before it multiplies attention's output."""
+
+
 CLAMPED: Final = "clamped"
 LIMIT: Final = 7.0
 ALPHA: Final = 1.702
