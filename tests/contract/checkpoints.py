@@ -49,8 +49,11 @@ from transformers import (
     PhiConfig,
     Qwen2Config,
     Qwen2MoeConfig,
+    Qwen3_5MoeTextConfig,
+    Qwen3_5TextConfig,
     Qwen3Config,
     Qwen3MoeConfig,
+    Qwen3NextConfig,
     SeedOssConfig,
     SmolLM3Config,
     SolarOpenConfig,
@@ -68,6 +71,19 @@ COMMON: dict[str, Any] = {
     "max_position_embeddings": 256,
     "initializer_range": 0.15,  # large enough for logits that differ
 }
+HYBRID: dict[str, Any] = {
+    **COMMON,
+    "num_hidden_layers": 4,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "head_dim": 32,
+    "linear_num_key_heads": 4,
+    "linear_num_value_heads": 8,
+    "linear_key_head_dim": 16,
+    "linear_value_head_dim": 32,
+    "rope_parameters": {"rope_type": "default", "rope_theta": 3e4, "partial_rotary_factor": 0.25},
+}
+HYBRID_TYPES = ["linear_attention", "full_attention", "linear_attention"]
 GEMMA: dict[str, Any] = {
     **COMMON,
     "num_hidden_layers": 4,
@@ -359,6 +375,22 @@ def configurations() -> dict[str, Any]:
             layer_types=LAYER_TYPES,
             mlp_layer_types=["sparse", "dense", "sparse"],
             num_mtp_layers=1,
+        ),
+        "qwen3-next": Qwen3NextConfig(
+            **HYBRID,
+            num_experts=5,
+            num_experts_per_tok=2,
+            moe_intermediate_size=24,
+            shared_expert_intermediate_size=40,
+            mlp_only_layers=[1],
+        ),
+        "qwen3.5": Qwen3_5TextConfig(**HYBRID, tie_word_embeddings=True, layer_types=[*HYBRID_TYPES, "full_attention"]),
+        "qwen3.5-moe": Qwen3_5MoeTextConfig(
+            **{key: value for key, value in HYBRID.items() if key != "intermediate_size"},
+            num_experts=6,
+            num_experts_per_tok=3,
+            moe_intermediate_size=24,
+            shared_expert_intermediate_size=24,
         ),
         "granite-moe": GraniteMoeConfig(
             **COMMON,

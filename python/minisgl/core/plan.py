@@ -316,7 +316,7 @@ class Batch:
     row_states: torch.Tensor  # [R, words of ROW_STATE] int32
     prompt_logprobs: PromptLogprobs | None = None
     drafts: DraftColumns | None = None
-    captures: Records = field(default_factory=lambda: NO_COPIES)  # for the mixers
+    captures: torch.Tensor | None = None  # [N, 3] int32, in models with recurrent state: row, position, target slot
 
     @property
     def num_tokens(self) -> int:

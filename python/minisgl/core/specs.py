@@ -87,3 +87,30 @@ class GroupedQuery:
     def states(self) -> tuple[Paged]:
         """K and V of each token."""
         return (Paged("kv", (2, self.kv_heads, self.head_dim), self.group),)
+
+
+@dataclass(frozen=True, slots=True)
+class GatedDelta:
+    """Gated DeltaNet (`ops/gated_delta.py`), with a convolution over `width` inputs. Counts are one rank's.
+
+    A slot has what the last `recent` tokens add, besides the state, which is in float32 unless it `is_narrow`.
+    """
+
+    key_heads: int
+    value_heads: int
+    key_dim: int
+    value_dim: int
+    width: int
+    recent: int
+    is_narrow: bool = False
+
+    @property
+    def states(self) -> tuple[PerRow, ...]:
+        """The fields of `DeltaState`."""
+        keys, values = self.key_heads * self.key_dim, self.value_heads * self.value_dim
+        return (
+            PerRow("delta", (self.value_heads, self.key_dim, self.value_dim), not self.is_narrow),
+            PerRow("recent", (self.recent, keys + values), is_wide=False),
+            PerRow("decay", (self.recent, self.value_heads)),
+            PerRow("conv", (self.recent + self.width - 1, 2 * keys + values), is_wide=False),
+        )

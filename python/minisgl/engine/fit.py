@@ -16,10 +16,11 @@ from minisgl.checkpoint import hf
 from minisgl.checkpoint.embedder import Embedder, decoder_config, read_embedder
 from minisgl.checkpoint.gguf_folder import gguf_files
 from minisgl.core.errors import ConfigError
-from minisgl.core.layout import FULL
+from minisgl.core.layout import FOLD_TOKENS, FULL
 from minisgl.core.rounding import ceil_div
 from minisgl.device.machine import available_memory, choose_device, gpu_memory, usable_cores
 from minisgl.distributed.info import DistributedInfo
+from minisgl.kvcache.snapshots import recent_tokens
 from minisgl.models.model_config import ModelConfig, fallback_config
 from minisgl.settings.options import PAGE_SIZES, EngineConfig
 from minisgl.speculative.source import HEAD_FOLDER, DraftSource, has_head, read_source
@@ -59,7 +60,13 @@ class Checkpoint:
         draft = read_source(asked, model) if embedder is None else None
         if draft is not None and asked != config.speculate and draft.model.num_heads % config.tp:
             draft = None  # The ranks cannot divide this head, and the user did not name it.
+        drafts = config.num_draft_tokens * (draft is not None or config.speculate not in (None, "off"))
+        model = replace(model, recent=recent_tokens(1 + drafts), has_narrow_state=config.state_dtype == "model")
         return cls(folder, model, embedder, model.max_position_embeddings, draft)
+
+    def page_size(self, config: EngineConfig, device: str) -> int:
+        """Return the page size. A recurrent state is kept at the end of a page, so large pages would lose hits."""
+        return config.page_size or (FOLD_TOKENS if self.model.linear_layers else PAGE_SIZES[device])
 
 
 @dataclass(frozen=True)
@@ -74,7 +81,7 @@ class Footprint:
     @classmethod
     def of(cls, checkpoint: Checkpoint, config: EngineConfig, device: str, item: int) -> Footprint:
         """Return the footprint with elements of `item` bytes. Raises `ConfigError` if ranks cannot divide the model."""
-        m, page_size = checkpoint.model, config.page_size or PAGE_SIZES[device]
+        m, page_size = checkpoint.model, checkpoint.page_size(config, device)
         page_bytes = _page_bytes(m, config, page_size, item)
         pages = ceil_div(config.max_seq_len or checkpoint.max_model_len, page_size) * len(page_bytes)
         row = 4 * (pages + (m.vocab_size if checkpoint.embedder is None else 0))  # page tables, counts of tokens

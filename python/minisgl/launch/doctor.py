@@ -16,6 +16,7 @@ import minisgl
 from minisgl.checkpoint.hf import model_name
 from minisgl.core.errors import ConfigError, MinisglError, NativeError
 from minisgl.core.layout import GROUPS
+from minisgl.core.specs import GroupedQuery
 from minisgl.device.machine import available_memory, choose_device, cpu_name, gpu_memory, usable_cores
 from minisgl.engine.fit import GB, Footprint, check_fit, estimate_step
 from minisgl.launch.launch import bind_socket, check_args
@@ -139,7 +140,7 @@ def _model(args: ServerArgs) -> Facts:
     if device == "cpu":
         yield "its steps", f"op by op: {reason}" if (reason := refusal(spec)) else "in C++, if this machine has them"
     kinds = dict.fromkeys(m.mixer(layer, spec.info) for layer in range(m.num_layers))
-    required = [spec.attention_spec(kind, device) for kind in kinds]
+    required = [spec.attention_spec(kind, device) for kind in kinds if isinstance(kind, GroupedQuery)]
     reasons = {name: [ATTENTION.refusal(name, needs) for needs in required] for name in ATTENTION.names}
     yield "attention", "; ".join(f"{name}: {next(filter(None, found), 'usable')}" for name, found in reasons.items())
 

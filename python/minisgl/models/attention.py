@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING
 
 import torch
 
+from minisgl.layers.builder import Shard
 from minisgl.layers.linear import HeadsNorm, Linear, RMSNorm, Stream
 from minisgl.layers.rotary import head_order
 from minisgl.ops.deferred import Result, finished
@@ -46,7 +47,7 @@ class Attention:
         q = builder.shard(sizes.heads, "attention heads", unit=dim)
         k = builder.shard_or_replicate(sizes.kv_heads, "KV heads", unit=dim)
         self.q_size, kv_size = q.count, 0 if source is not None else k.count
-        qkv: dict[str, Rows] = {f"{name}.q_proj": q}
+        qkv: dict[str, Rows] = {f"{name}.q_proj": _halves(q, dim, 0) if family.has_gates_in_q else q}
         if "qkv" in family.fused:
             qkv = {f"{name}.qkv_proj": (q, k, k)}
         elif source is None and sizes.is_v_k:
@@ -73,7 +74,10 @@ class Attention:
         self.gate = None
         if c.output_gate:
             gates = heads if c.output_gate == "head" else q
-            self.gate = Linear(builder, {f"{name}.g_proj": gates}, hidden_size, bias=False)
+            parts: dict[str, Rows] = {f"{name}.g_proj": gates}
+            if family.has_gates_in_q:
+                parts = {f"{name}.q_proj": _halves(q, dim, 1)}
+            self.gate = Linear(builder, parts, hidden_size, bias=False)
             self._gate_function = OUTPUT_GATES[family.output_gate]
         mixer = c.mixer(index, builder.info)
         self.mixer = builder.mixer(mixer)
@@ -108,3 +112,9 @@ class Attention:
         if gates is not None:
             out = out * gates.view(*out.shape[:2], -1).to(out.dtype)
         return self.o_proj.forward(out.view(-1, self.q_size))
+
+
+def _halves(rows: Shard, dim: int, half: int) -> list[Shard]:
+    """Return the parts of a projection in which q (half 0) and gate (1) of a head alternate, for `rows` of q."""
+    is_own = [rows.start <= start < rows.stop for start in range(0, rows.size, dim)]
+    return [Shard(dim, 0, dim * (own and part == half)) for own in is_own for part in range(2)]

@@ -146,6 +146,8 @@ class Family:
     norms_v              heads of v have a norm without weights
     output_gate          attention's output is multiplied by this function of a projection of its input
                          (`ops/reference.py: OUTPUT_GATES`), for each head or element, as `gating` in config.json says
+    has_gates_in_q       the gates are rows of q_proj, after those of q of each head
+    has_linear           layers may have a recurrence instead of attention (`positions.read_linear_layers`)
     has_layer_tail       layers end as those of Gemma 4 (`models/gemma4.py: LayerTail`)
     has_window_switch    these layers have a window only if `use_sliding_window` is true
     activation_key       the field of config.json for the MLP's activation
@@ -184,6 +186,8 @@ class Family:
     has_sinks: bool = False
     norms_v: bool = False
     output_gate: str = ""
+    has_gates_in_q: bool = False
+    has_linear: bool = False
     has_layer_tail: bool = False
     activation_key: str = "hidden_act"
     refuses: tuple[str, ...] = ()
@@ -276,6 +280,37 @@ GEMMA_4: Final = Family(
         packed=Packed(),
         switch="enable_moe_block",
         is_beside=True,
+    ),
+)
+QWEN_NEXT: Final = Family(
+    norm_offset=1.0,
+    qkv_bias=False,
+    o_bias=False,
+    qk_norm="head",
+    output_gate="sigmoid",
+    has_gates_in_q=True,
+    has_linear=True,
+    has_partial_rope=True,
+    fused=frozenset({"qkvz"}),
+    refuses=("attention_bias",),
+    defaults={
+        "head_dim": 256,
+        "partial_rotary_factor": 0.25,
+        "full_attention_interval": 4,
+        "linear_conv_kernel_dim": 4,
+        "linear_key_head_dim": 128,
+        "linear_value_head_dim": 128,
+        "linear_num_key_heads": 16,
+        "linear_num_value_heads": 32,
+        "shared_expert_intermediate_size": 512,
+        "norm_topk_prob": True,
+    },
+    experts=ExpertFlags(
+        dense="step",
+        shared="shared_expert",
+        shared_keys=("shared_expert_intermediate_size",),
+        shared_gate="shared_expert_gate",
+        packed=Packed(),
     ),
 )
 ERNIE: Final = Family(
@@ -509,6 +544,21 @@ FAMILIES: Final[Mapping[str, Family]] = MappingProxyType(
             text_types=("qwen3_vl_moe_text",),
             text_defaults={"norm_topk_prob": True},
             experts=ExpertFlags(dense="step", packed=Packed()),
+        ),
+        "Qwen3NextForCausalLM": QWEN_NEXT,
+        "Qwen3_5ForCausalLM": replace(QWEN_NEXT, fused=frozenset(), experts=None, text_types=("qwen3_5_text",)),
+        "Qwen3_5MoeForCausalLM": replace(
+            QWEN_NEXT,
+            fused=frozenset(),
+            text_types=("qwen3_5_moe_text",),
+            defaults={**QWEN_NEXT.defaults, "intermediate_size": 512},
+            experts=ExpertFlags(
+                normalises=True,
+                shared="shared_expert",
+                shared_keys=("shared_expert_intermediate_size",),
+                shared_gate="shared_expert_gate",
+                packed=Packed(),
+            ),
         ),
         "MixtralForCausalLM": Family(
             qkv_bias=False,

@@ -13,6 +13,7 @@ import torch
 from minisgl.layers.linear import Embedding, LayerNorm, Linear, RMSNorm, Stream
 from minisgl.layers.rotary import cos_sin_table, query_scales
 from minisgl.models.attention import Attention
+from minisgl.models.gated_delta import GatedDeltaNet
 from minisgl.models.gemma4 import BesideMLP, LayerInputs, LayerTail
 from minisgl.models.mlp import GatedMLP, PlainMLP, SparseMLP
 from minisgl.ops.deferred import finished
@@ -55,7 +56,11 @@ class DecoderLayer:
             None if module is None else make_norm(builder, c, f"{name}.{module}", eps)
             for module, eps in zip(c.family.norms, epsilons, strict=True)
         ]
-        self.self_attn = Attention(builder, c, index, cos_sin, q_scale=q_scale, source=source)
+        self.self_attn: Attention | GatedDeltaNet
+        if index in c.linear_layers:
+            self.self_attn = GatedDeltaNet(builder, c, index)
+        else:
+            self.self_attn = Attention(builder, c, index, cos_sin, q_scale=q_scale, source=source)
         self.mlp = make_mlp(builder, c, index)
         self.tail = LayerTail(builder, c, index) if c.family.has_layer_tail else None
         self._is_parallel = c.family.is_parallel
@@ -170,6 +175,7 @@ class LlamaForCausalLM:
         for i, table in enumerate(rope_tables(builder, c)):
             kv_of = c.layers[i].kv_of
             source = None if kv_of is None else layers[kv_of].self_attn
+            assert not isinstance(source, GatedDeltaNet), "a recurrent layer has no keys to share"
             layers.append(DecoderLayer(builder, c, i, table, scales, source))
         norm = make_norm(builder, c, name, c.norm_eps, c.logit_scale)
         self.model = LlamaModel(embedding, layers, norm, inputs)
@@ -177,7 +183,7 @@ class LlamaForCausalLM:
         shard = builder.balanced_shard(config.vocab_size)  # the same as the embedding's
         self.lm_head = Linear(builder, {"lm_head": shard}, config.hidden_size, bias=c.family.head_bias, tied=tied)
         self.parameters, self.states = tuple(builder.parameters), tuple(builder.states)
-        self.mixers = tuple(builder.mixers)
+        self.mixers, self.recurrences = tuple(builder.mixers), builder.recurrences
 
     @property
     def num_parameters(self) -> int:

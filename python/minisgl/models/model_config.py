@@ -10,7 +10,7 @@ from minisgl.checkpoint import hf
 from minisgl.checkpoint.quantization import Quantization, read_quantization
 from minisgl.core.errors import ConfigError
 from minisgl.core.layout import FULL, WINDOW
-from minisgl.core.specs import GroupedQuery
+from minisgl.core.specs import GatedDelta, GroupedQuery
 from minisgl.layers.rope import NO_ROPE
 from minisgl.models.families import FAMILIES, SOFTCAPS, ExpertFlags, Family
 from minisgl.models.layer_sizes import LayerSizes, read_layers
@@ -19,6 +19,7 @@ from minisgl.models.positions import (
     number,
     read_dense_layers,
     read_layers_without_rope,
+    read_linear_layers,
     read_query_scaling,
     read_ropes,
     read_windows,
@@ -63,6 +64,17 @@ class ExpertsConfig:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class LinearConfig:
+    """The heads of layers with gated DeltaNet, and the `width` of their convolution."""
+
+    key_heads: int
+    value_heads: int
+    key_dim: int
+    value_dim: int
+    width: int
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class ModelConfig:
     """The configuration of a decoder. Sizes count elements; `dtype` is the checkpoint's ("bfloat16", ...).
 
@@ -73,7 +85,9 @@ class ModelConfig:
     `embedding_scale` and `logit_scale` multiply embeddings and logits. Scores and logits have a limit `softcap` and
     `logit_softcap`, or none if it is 0. `query_scaling` is (beta, original length) of `layers/rotary.py: query_scales`.
     Each layer of Gemma 4 may have an embedding of `layer_input_size` of its own, for `layer_input_vocab` tokens; 0:
-    none. `output_gate` is that of attention: for each "head" or "element"; "" for none.
+    none. `output_gate` is that of attention: for each "head" or "element"; "" for none. `linear_layers` have a
+    recurrent state (`linear`) instead of attention, in float32 unless `has_narrow_state`. What the last `recent` tokens
+    add is apart.
     """
 
     architecture: str
@@ -108,6 +122,10 @@ class ModelConfig:
     is_text_part: bool = False  # of a multimodal model, whose other parts are not loaded
     is_interleaved: bool = False  # RoPE rotates adjacent elements of a head as they are stored
     is_rounded: bool = False  # the file has fewer than 16 bits for a weight, in a format that no device keeps
+    linear: LinearConfig | None = None
+    linear_layers: frozenset[int] = frozenset()
+    recent: int = 20
+    has_narrow_state: bool = False
     gives_back: bool = False  # pages before the windows, if no layer needs them
     is_fallback: bool = False  # transformers computes the model
 
@@ -141,9 +159,20 @@ class ModelConfig:
         ropes = (self.rope if window is None else self.window_rope for window in self.windows)
         return [NO_ROPE if i in self.layers_without_rope else rope for i, rope in enumerate(ropes)]
 
-    def mixer(self, layer: int, info: DistributedInfo) -> GroupedQuery:
-        """Return how a layer attends on one rank. Raises `ConfigError` if ranks cannot divide its heads."""
+    def mixer(self, layer: int, info: DistributedInfo) -> GroupedQuery | GatedDelta:
+        """Return how a layer mixes tokens on one rank. Raises `ConfigError` if ranks cannot divide its heads."""
         sizes = self.layers[layer]
+        if self.linear is not None and layer in self.linear_layers:
+            linear = self.linear
+            return GatedDelta(
+                key_heads=len(info.shard(linear.key_heads, "key heads of linear attention")),
+                value_heads=len(info.shard(linear.value_heads, "value heads of linear attention")),
+                key_dim=linear.key_dim,
+                value_dim=linear.value_dim,
+                width=linear.width,
+                recent=self.recent,
+                is_narrow=self.has_narrow_state,
+            )
         return GroupedQuery(
             heads=len(info.shard(sizes.heads, "attention heads")),
             kv_heads=len(info.shard_or_replicate(sizes.kv_heads, "KV heads")),
@@ -172,6 +201,8 @@ class ModelConfig:
         e = self.experts
         routers = 0 if e is None else (self.num_layers - len(e.dense_layers)) * e.count
         inputs = self.num_layers * self.layer_input_size * (self.layer_input_vocab + 3 * self.hidden_size)
+        if self.linear is not None:
+            routers += 2 * self.linear.value_heads * len(self.linear_layers)
         return (routers + (1 if self.tie_word_embeddings else 2) * self.vocab_size) * self.hidden_size + inputs
 
     @property
@@ -186,13 +217,17 @@ class ModelConfig:
         """The number of weights of attention's projections and of dense MLPs."""
         e, features = self.experts, 0
         for i, layer in enumerate(self.layers):
-            gate = {"": 0, "head": 1, "element": layer.head_dim}[self.output_gate]
-            features += layer.heads * (2 * layer.head_dim + gate)
-            features += (0 if layer.kv_of is not None else 2 - layer.is_v_k) * layer.kv_heads * layer.head_dim
             if e is None or i in e.dense_layers or e.flags.is_beside:
                 features += (2 + self.family.is_gated) * layer.intermediate
             if e is not None and i not in e.dense_layers:
                 features += 3 * e.shared_size
+            if self.linear is not None and i in self.linear_layers:
+                features += 2 * self.linear.key_heads * self.linear.key_dim
+                features += 3 * self.linear.value_heads * self.linear.value_dim
+                continue
+            gate = {"": 0, "head": 1, "element": layer.head_dim}[self.output_gate]
+            features += layer.heads * (2 * layer.head_dim + gate)
+            features += (0 if layer.kv_of is not None else 2 - layer.is_v_k) * layer.kv_heads * layer.head_dim
         return features * self.hidden_size
 
     @property
@@ -210,6 +245,7 @@ class ModelConfig:
         _refuse_unsupported(config, family)
         hidden_size = size(config, "hidden_size")
         num_layers = size(config, "num_hidden_layers", maximum=MAX_LAYERS)
+        linear_layers = read_linear_layers(config, num_layers) if family.has_linear else frozenset()
         windows = read_windows(config, num_layers, family.slides, family.has_window_switch)
         layers = read_layers(config, windows)
         head_dim = layers[0].head_dim
@@ -263,6 +299,8 @@ class ModelConfig:
             layer_input_size=count(config, "hidden_size_per_layer_input") if family.has_layer_tail else 0,
             layer_input_vocab=size(config, "vocab_size_per_layer_input") if family.has_layer_tail else 0,
             experts=_experts(config, num_layers, family.experts),
+            linear=_linear(config) if linear_layers else None,
+            linear_layers=linear_layers,
             quantization=read_quantization(config),
             is_text_part=is_text_part,
             is_interleaved=_flag(config, "rope_interleave" if "rope_interleave" in config else family.is_interleaved),
@@ -315,6 +353,8 @@ def _flag(config: dict[str, Any], value: bool | str) -> bool:
 def _output_gate(config: dict[str, Any], family: Family) -> str:
     if not family.output_gate:
         return ""
+    if family.has_gates_in_q:
+        return "element"
     kinds = {True: "head", "per-head": "head", "per-element": "element"}
     gating = config.get("gating", True)
     if not isinstance(gating, bool | str) or gating not in kinds:
@@ -348,6 +388,15 @@ def _activation(config: dict[str, Any], family: Family) -> str:
     if activation not in known:
         raise ConfigError(f"{family.activation_key} {activation!r} is not supported; supported: {', '.join(known)}")
     return names[activation]
+
+
+def _linear(config: dict[str, Any]) -> LinearConfig:
+    names = {"key_heads": "num_key_heads", "value_heads": "num_value_heads", "width": "conv_kernel_dim"}
+    names |= {"key_dim": "key_head_dim", "value_dim": "value_head_dim"}
+    linear = LinearConfig(**{ours: size(config, f"linear_{name}") for ours, name in names.items()})
+    if linear.value_heads % linear.key_heads or linear.width < 2:
+        raise ConfigError(f"linear attention with {linear} is not supported")
+    return linear
 
 
 def _experts(config: dict[str, Any], num_layers: int, flags: ExpertFlags | None) -> ExpertsConfig | None:

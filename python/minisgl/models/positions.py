@@ -11,7 +11,7 @@ from typing import Any, Final
 from minisgl.core.errors import ConfigError
 from minisgl.layers.rope import ROPE_TYPES, RopeConfig
 
-FULL, SLIDING = "full_attention", "sliding_attention"
+FULL, SLIDING, LINEAR = "full_attention", "sliding_attention", "linear_attention"
 
 
 def _is_last(config: dict[str, Any], i: int) -> bool:
@@ -65,6 +65,19 @@ def read_windows(
         raise ConfigError("layer_types in config.json contradicts the other fields about sliding windows")
     window = size(config, "sliding_window") if any(has_window) else None
     return tuple(window if is_local else None for is_local in has_window)
+
+
+def read_linear_layers(config: dict[str, Any], num_layers: int) -> frozenset[int]:
+    """Return the indices of layers with a recurrence, and call them full ones in `layer_types` from then on."""
+    kinds = config.get("layer_types")
+    if kinds is None:
+        interval = size(config, "full_attention_interval")
+        return frozenset(i for i in range(num_layers) if (i + 1) % interval)
+    if not isinstance(kinds, list) or len(kinds) != num_layers or not {*map(str, kinds)} <= {FULL, LINEAR}:
+        names = f"{num_layers} of {FULL} and {LINEAR} are needed"
+        raise ConfigError(f"config.json has layer_types={kinds!r:.60}; {names}")
+    config["layer_types"] = [FULL] * num_layers
+    return frozenset(i for i, kind in enumerate(kinds) if kind == LINEAR)
 
 
 def _every_step_but(config: dict[str, Any], i: int) -> bool:

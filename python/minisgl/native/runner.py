@@ -16,6 +16,7 @@ from minisgl.core.errors import ConfigError, NativeError
 from minisgl.core.layout import NO_MASKS, NO_PAGE_WRITES, NO_ROW_STATES, SLOT, Flag
 from minisgl.core.plan import BatchPlan, StepResult
 from minisgl.core.rounding import round_up
+from minisgl.core.specs import GroupedQuery
 from minisgl.engine.batch import make_sampling
 from minisgl.engine.draft_model import SAMPLED_ALIKE, DraftModel, Eagle3, draft_spec, drafted_rows
 from minisgl.engine.pooling import base_runner
@@ -88,7 +89,7 @@ def refusal(spec: EngineSpec) -> str | None:
 
 def layers_refusal(m: ModelConfig) -> str | None:
     """Return what the C++ step does not have of a model's layers; None if it has all."""
-    missing = {"modelling code of transformers": m.is_fallback}
+    missing = {"modelling code of transformers": m.is_fallback, "recurrent layers": bool(m.linear_layers)}
     return next((name for name, is_missing in missing.items() if is_missing), None)
 
 
@@ -250,7 +251,8 @@ class NativeModel:
         m, state, e = spec.model, parts.state, spec.model.experts
         weights = (LayerWeights * len(layers))()
         self._kept.append(weights)
-        kinds = [m.mixer(index, spec.info) for index in range(len(layers))]
+        mixers = (m.mixer(index, spec.info) for index in range(len(layers)))
+        kinds = [kind for kind in mixers if isinstance(kind, GroupedQuery)]
         for layer, (attention, mlp, norms, tail), kind in zip(weights, layers, kinds, strict=True):
             self._linear(layer.qkv, attention.qkv_proj)
             self._linear(layer.o, attention.o_proj)

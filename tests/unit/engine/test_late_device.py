@@ -260,12 +260,6 @@ def test_state_of_a_recurrent_layer_follows_its_text(
         assert scheduler.stats.cached_tokens > 0
 
 
-def test_drafts_are_refused_where_they_could_not_be_taken_back(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(llama, "DecoderLayer", ToyLayer)
-    monkeypatch.setitem(MIXERS._entries, "Decay", _Entry("support.toy_recurrence:DecayMixer", None))
-    with pytest.raises(ConfigError, match="--speculate: a rejected draft would stay in the recurrent state"):
-        run(folder, CpuDevice(1), make_requests(1), recurs=True, speculate="ngram")
-
 
 def test_aborts_while_late_leave_the_others_untouched(folder: Path) -> None:
     requests = make_requests(3)
