@@ -73,7 +73,8 @@ class Attention:
         self.gate = None
         if c.output_gate:
             gates = heads if c.output_gate == "head" else q
-            self.gate = Linear(builder, {f"{name}.g_proj": gates}, hidden_size, bias=False)
+            g_proj = f"{name}.{family.names.get('g_proj', 'g_proj')}"
+            self.gate = Linear(builder, {g_proj: gates}, hidden_size, bias=False)
             self._gate_function = OUTPUT_GATES[family.output_gate]
         mixer = c.mixer(index, builder.info)
         self.mixer = builder.mixer(mixer)

@@ -153,6 +153,14 @@ REFUSED = {
         {"architectures": ["GPT2LMHeadModel"]},
         "GPT2LMHeadModel is not supported; try --model-impl transformers, or Llama",
     ),
+    "another router": (
+        {"architectures": ["AfmoeForCausalLM"], "score_func": "softmax"},
+        "score_func='softmax' is not supported; only sigmoid is",
+    ),
+    "groups of experts": (
+        {"architectures": ["AfmoeForCausalLM"], "n_group": 4},
+        "n_group=4 is not supported; only 1 is",
+    ),
     "no architecture": ({"architectures": None}, "must name one of"),
     "quantized": ({"quantization_config": {"quant_method": "hqq"}}, r"quantized by hqq, .* supported: fp8,.* awq"),
     "quantized, somehow": ({"quantization_config": {}}, r"quantized by a method without a name"),
