@@ -589,11 +589,7 @@ FAMILIES: Final[Mapping[str, Family]] = MappingProxyType(
             without_rope="full",
             slides="not every n-th",
             output_gate="sigmoid",
-            requires={
-                "score_func": "sigmoid",
-                "route_norm": True,
-                **dict.fromkeys(("n_group", "topk_group", "num_expert_groups", "num_limited_groups"), 1),
-            },
+            requires={"score_func": "sigmoid", "route_norm": True, "n_group": 1, "topk_group": 1},
             defaults={
                 "rms_norm_eps": 1e-5,
                 "head_dim": 128,

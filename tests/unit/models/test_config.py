@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import pytest
+from transformers import Gemma4TextConfig
 
 from contract.checkpoints import LLAMA3_ROPE, architecture, configurations
 from minisgl.core.errors import ConfigError
@@ -79,6 +80,12 @@ def test_the_number_of_rotated_elements_counts_only_where_heads_rotate_in_part()
     raw["rope_parameters"] = {"rope_type": "default", "rope_theta": 3e4}
     assert ModelConfig.from_hf(raw).rope.dim == 8
     assert make(rotary_dim=8).rope.dim is None  # transformers does not read it for Llama
+
+
+def test_transformers_pads_the_numbers_of_layers():
+    raw = Gemma4TextConfig(num_hidden_layers=12).to_dict() | {"architectures": ["Gemma4ForCausalLM"]}
+    assert raw["per_layer_config"].keys() == {"05", "11"}
+    assert [layer.head_dim for layer in ModelConfig.from_hf(raw).layers] == [*[256] * 5, 512] * 2
 
 
 def refusal(config: dict) -> str:
