@@ -8,6 +8,7 @@ from typing import Any
 
 import torch
 from transformers import (
+    AfmoeConfig,
     ArceeConfig,
     AutoModelForCausalLM,
     Cohere2Config,
@@ -364,6 +365,20 @@ def configurations() -> dict[str, Any]:
             moe_intermediate_size=24,
             shared_expert_intermediate_size=24,
         ),
+        "afmoe": AfmoeConfig(
+            **COMMON | {"num_hidden_layers": 4},
+            **gqa,
+            head_dim=16,
+            sliding_window=18,
+            global_attn_every_n_layers=2,
+            num_dense_layers=2,
+            num_experts=6,
+            num_experts_per_tok=3,
+            moe_intermediate_size=24,
+            num_shared_experts=2,
+            route_scale=1.6,
+            mup_enabled=True,
+        ),
         "mellum": MellumConfig(
             **COMMON,
             **gqa,
@@ -471,7 +486,10 @@ def save(folder: Path, config: Any, dtype: torch.dtype = torch.float32, **option
     model = AutoModelForCausalLM.from_config(config, dtype=torch.float32, attn_implementation="eager")
     with torch.no_grad():
         for name, parameter in [*model.named_parameters(), *model.named_buffers()]:
-            if name.endswith(("bias", "layer_scalar", "router.scale", "per_expert_scale")) or "norm" in name:
+            if (
+                name.endswith(("bias", "layer_scalar", "router.scale", "per_expert_scale", "router.gate.weight"))
+                or "norm" in name
+            ):
                 parameter.add_(torch.randn_like(parameter) * 0.2)
     model = model.to(dtype).eval()
     model.save_pretrained(folder, **options)

@@ -74,7 +74,7 @@ class Attention:
         self.gate = None
         if c.output_gate:
             gates = heads if c.output_gate == "head" else q
-            parts: dict[str, Rows] = {f"{name}.g_proj": gates}
+            parts: dict[str, Rows] = {f"{name}.{family.names.get('g_proj', 'g_proj')}": gates}
             if family.has_gates_in_q:
                 parts = {f"{name}.q_proj": _halves(q, dim, 1)}
             self.gate = Linear(builder, parts, hidden_size, bias=False)

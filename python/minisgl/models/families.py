@@ -134,7 +134,7 @@ class Family:
     is_gated             the MLP is down(f(gate(x)) * up(x)); else down(f(up(x)))
     fused                of "qkv" and "gate_up", the projections that the checkpoint stacks in one tensor
     names                our names of modules -> the checkpoint's
-    scales_embedding     the embedding is multiplied by sqrt(hidden_size)
+    scales_embedding     the embedding is multiplied by sqrt(hidden_size), or the field of config.json that says so
     options              of MULTIPLIERS and SOFTCAPS, the fields of config.json that count
     logit_scale          the field of config.json for a multiplier of logits, and its exponent: 1 or -1
     is_interleaved       RoPE rotates adjacent elements of a head instead of its halves
@@ -173,7 +173,7 @@ class Family:
     is_gated: bool = True
     fused: frozenset[str] = frozenset()
     names: Mapping[str, str] = field(default_factory=dict)
-    scales_embedding: bool = False
+    scales_embedding: bool | str = False
     options: frozenset[str] = frozenset()
     logit_scale: tuple[str, int] | None = None
     is_interleaved: bool = False
@@ -191,7 +191,7 @@ class Family:
     has_layer_tail: bool = False
     activation_key: str = "hidden_act"
     refuses: tuple[str, ...] = ()
-    requires: Mapping[str, float] = field(default_factory=dict)
+    requires: Mapping[str, float | str] = field(default_factory=dict)
     text_types: tuple[str, ...] = ()
     text_defaults: Mapping[str, Any] = field(default_factory=dict)
     defaults: Mapping[str, Any] = field(default_factory=dict)
@@ -629,6 +629,36 @@ FAMILIES: Final[Mapping[str, Family]] = MappingProxyType(
                 softcap_key="moe_router_logit_softcapping",
                 shared="shared_expert",
                 shared_keys=("shared_expert_intermediate_size",),
+            ),
+        ),
+        "AfmoeForCausalLM": Family(
+            norms=("input_layernorm", "post_attention_layernorm", "pre_mlp_layernorm", "post_mlp_layernorm"),
+            qk_norm="head",
+            names={"g_proj": "gate_proj"},
+            scales_embedding="mup_enabled",
+            without_rope="full",
+            slides="not every n-th",
+            output_gate="sigmoid",
+            requires={"score_func": "sigmoid", "route_norm": True, "n_group": 1, "topk_group": 1},
+            defaults={
+                "rms_norm_eps": 1e-5,
+                "head_dim": 128,
+                "sliding_window": 1024,
+                "global_attn_every_n_layers": 4,
+                "gating": "per-element",
+                "num_dense_layers": 1,
+                "num_shared_experts": 2,
+            },
+            experts=ExpertFlags(
+                router="router.gate",
+                count_keys=("num_experts",),
+                normalises=True,
+                dense="first n",
+                scoring="sigmoid",
+                bias="expert_bias",
+                scale_key="route_scale",
+                shared="shared_experts",
+                shared_keys=("moe_intermediate_size", "num_shared_experts"),
             ),
         ),
         "MellumForCausalLM": Family(

@@ -68,7 +68,7 @@ def _changes(config: dict[str, Any], i: int, window: int | None) -> dict[str, An
                 raise ConfigError(f"config.json has num_attention_heads_per_layer={heads!r:.60}; a list is needed")
             given["num_attention_heads"] = heads[i]
     elif isinstance(given, dict):
-        given = given.get(str(i), {})
+        given = {str(key).lstrip("0") or "0": value for key, value in given.items()}.get(str(i), {})  # "05" of 12
     if not isinstance(given, dict) or given.keys() - FIELDS.keys():
         raise ConfigError(f"config.json has per_layer_config with {given!r:.60}; supported: {', '.join(FIELDS)}")
     changes: dict[str, Any] = {ours: size(given, name) for name, ours in FIELDS.items() if name in given}

@@ -166,7 +166,7 @@ class LlamaForCausalLM:
         if c.query_scaling is not None:
             scales = query_scales(*c.query_scaling, c.max_position_embeddings, builder.device)
         scale = c.embedding_scale
-        if c.family.scales_embedding:  # as Gemma was trained
+        if c.family.scales_embedding is True:  # as Gemma was trained
             scale = float(torch.tensor(scale, dtype=builder.dtype))
         name = f"model.{c.family.names.get('norm', 'norm')}"
         embedding = Embedding(builder, "model.embed_tokens", c.vocab_size, c.hidden_size, scale=scale)

@@ -261,7 +261,9 @@ class ModelConfig:
         # A residual multiplier m leaves the result as it is if the embedding is divided by m instead, and so the whole
         # residual, provided that the norms that read it have their epsilon divided by m^2.
         residual, eps = options.get("residual_multiplier", 1.0), number(config, family.eps_key)
-        embedding = options.get("embedding_multiplier", hidden_size**0.5 if family.scales_embedding else 1.0)
+        embedding = options.get(
+            "embedding_multiplier", hidden_size**0.5 if _flag(config, family.scales_embedding) else 1.0
+        )
         logit_scale = 1.0
         if family.logit_scale is not None:
             field, exponent = family.logit_scale

@@ -31,6 +31,7 @@ SLIDES: Final[Mapping[str, Callable[[dict[str, Any], int], bool]]] = MappingProx
         "even, not last": lambda config, i: i % 2 == 0 and not _is_last(config, i),
         "not last of 6 nor of all": lambda config, i: (i + 1) % 6 != 0 and i + 1 != size(config, "num_hidden_layers"),
         "not first of 4": lambda config, i: i % 4 != 0,
+        "not every n-th": lambda config, i: (i + 1) % size(config, "global_attn_every_n_layers") != 0,
         "pattern": lambda config, i: (i + 1) % size(config, "sliding_window_pattern") != 0,  # all but every n-th layer
     }
 )
@@ -115,6 +116,7 @@ DENSE: Final[Mapping[str, Callable[[dict[str, Any], int], bool]]] = MappingProxy
     {
         "step": _every_step_but,
         "first": lambda config, i: i < count(config, "first_k_dense_replace"),
+        "first n": lambda config, i: i < count(config, "num_dense_layers"),
         "listed": _listed_as_dense,
         "interval": _outside_of_interval,
     }
