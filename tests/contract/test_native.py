@@ -86,6 +86,9 @@ REFUSED = {
     "Gemma4ForCausalLM": "norms of v",
     "Gemma4UnifiedForCausalLM": "norms of v",
     "LagunaForCausalLM": "gates of attention's output",
+} | {
+    f"{name}ForCausalLM": "latents instead of keys and values"
+    for name in ("DeepseekV2", "DeepseekV3", "Glm4MoeLite", "Mistral4")
 }
 
 

@@ -33,7 +33,7 @@ class DecayMixer:
 
     name, group, captures_decodes, captures_prompts = "decay", STATE, False, False
 
-    def __init__(self, spec: Decay) -> None:
+    def __init__(self, *_: Any) -> None:
         pass
 
     def prepare(self, batch: Batch, page_table: Tensor, out_loc: Tensor) -> DecayStep:

@@ -17,6 +17,7 @@ from minisgl.engine.graphs.capture import TAILS
 from minisgl.ops.sampling import rows_per_pass
 
 if TYPE_CHECKING:
+    from minisgl.attention.backend import MixerSpec
     from minisgl.core.plan import Ints, PromptLogprobs
     from minisgl.device.device import Device, Pending
     from minisgl.distributed.communicator import Communicator
@@ -50,7 +51,9 @@ class Mixer(Protocol):
         """
 
 
-MIXERS: Final[Registry[Callable[[Any], Mixer]]] = Registry("mixer")  # those that are not attention, by type of spec
+# Those that are not attention with K and V, by type of `specs.Mixer`.
+MIXERS: Final[Registry[Callable[[Any, MixerSpec, OpTable], Mixer]]] = Registry("mixer")
+MIXERS.add("Latent", "minisgl.attention.latent:latent_mixer")
 
 
 class ForwardOutput:

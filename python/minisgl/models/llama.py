@@ -12,7 +12,7 @@ import torch
 
 from minisgl.layers.linear import Embedding, LayerNorm, Linear, RMSNorm, Stream
 from minisgl.layers.rotary import cos_sin_table, query_scales
-from minisgl.models.attention import Attention
+from minisgl.models.attention import Attention, LatentAttention
 from minisgl.models.gemma4 import BesideMLP, LayerInputs, LayerTail
 from minisgl.models.mlp import GatedMLP, PlainMLP, SparseMLP
 from minisgl.ops.deferred import finished
@@ -47,15 +47,20 @@ class DecoderLayer:
         index: int,
         cos_sin: Tensor,
         q_scale: Tensor | None,
-        source: Attention | None = None,
+        source: Attention | LatentAttention | None = None,
     ) -> None:
         c, name = config, f"model.layers.{index}"
+        assert not isinstance(source, LatentAttention), "layers with latents have their own"
         epsilons = c.norm_eps, c.rms_norm_eps, c.norm_eps, c.rms_norm_eps
         self.norms = [
             None if module is None else make_norm(builder, c, f"{name}.{module}", eps)
             for module, eps in zip(c.family.norms, epsilons, strict=True)
         ]
-        self.self_attn = Attention(builder, c, index, cos_sin, q_scale=q_scale, source=source)
+        self.self_attn: Attention | LatentAttention
+        if c.latent is None:
+            self.self_attn = Attention(builder, c, index, cos_sin, q_scale=q_scale, source=source)
+        else:
+            self.self_attn = LatentAttention(builder, c, c.latent, index, cos_sin, q_scale)
         self.mlp = make_mlp(builder, c, index)
         self._tail = LayerTail(builder, c, index) if c.family.has_layer_tail else None
         self._is_parallel = c.family.is_parallel

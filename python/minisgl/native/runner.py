@@ -88,6 +88,7 @@ def refusal(spec: EngineSpec) -> str | None:
 def layers_refusal(m: ModelConfig) -> str | None:
     """Return what the C++ step does not have of a model's layers; None if it has all."""
     missing = {
+        "latents instead of keys and values": m.latent is not None,
         "norms of v": m.family.norms_v,
         "layers that end as those of Gemma 4": m.family.has_layer_tail,
         "gates of attention's output": m.output_gate != "",
@@ -232,8 +233,7 @@ class NativeModel:
         m, state, e = spec.model, parts.state, spec.model.experts
         weights = (LayerWeights * len(layers))()
         self._kept.append(weights)
-        kinds = [m.mixer(index, spec.info) for index in range(len(layers))]
-        for layer, (attention, mlp, norms), kind in zip(weights, layers, kinds, strict=True):
+        for layer, (attention, mlp, norms), window in zip(weights, layers, m.windows, strict=True):
             self._linear(layer.qkv, attention.qkv_proj)
             self._linear(layer.o, attention.o_proj)
             self._mlp(layer, mlp)
@@ -241,7 +241,7 @@ class NativeModel:
             layer.q_norm, layer.k_norm = self._heads_norms(attention)
             layer.cos_sin = attention.heads.cos_sin.data_ptr()
             layer.sinks, layer.q_scale = self._float(attention.heads.sinks), self._float(attention.heads.q_scale)
-            layer.window, layer.softcap = kind.window or 0, kind.softcap
+            layer.window, layer.softcap = window or 0, m.softcap
             layer.page_table = state.page_tables[attention.kv.spec.group].data_ptr()
             data, scale = data_and_scale(attention.kv.pages)
             layer.cache, layer.cache_scale = data.data_ptr(), None if scale is data else scale.data_ptr()
@@ -262,7 +262,7 @@ class NativeModel:
             "eps": m.norm_eps,
             "block_eps": m.rms_norm_eps,
             "logit_cap": m.logit_softcap,
-            "scale": kinds[0].scale,
+            "scale": m.head_dim**-0.5 if m.attention_scale is None else m.attention_scale,
             "weights": addressof(weights),
             "final_norm": self._norm(norm),
             "last_token": state.last_token.data_ptr(),

@@ -27,6 +27,8 @@ class OpTable:
     moe: Callable[[Tensor, Tensor, reference.Experts], Tensor] = reference.moe
     norm_rope_store: Callable[..., Tensor] = reference.norm_rope_store
     paged_attention: Callable[..., Tensor] = reference.paged_attention
+    store_latents: Callable[..., None] = reference.store_latents
+    latent_attention: Callable[..., Tensor] = reference.latent_attention
     look_up: Callable[..., tuple[Tensor, Tensor]] = reference.look_up
     apply_penalties: Callable[..., Tensor] = sampling.apply_penalties
     count_tokens: Callable[..., None] = sampling.count_tokens
