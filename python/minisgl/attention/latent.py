@@ -21,7 +21,11 @@ if TYPE_CHECKING:
 
 
 def latent_mixer(kind: Latent, spec: MixerSpec, ops: OpTable) -> LatentMixer:
-    """Return the mixer of layers of this kind."""
+    """Return the mixer of layers of this kind: kernels on a GPU for 16 bits, else the op table."""
+    if spec.device_type == "cuda" and spec.dtype.itemsize == 2:
+        from minisgl.attention.latent_triton import TritonLatents
+
+        return TritonLatents(kind, spec, ops)
     return LatentMixer(kind, spec, ops)
 
 
