@@ -1,6 +1,7 @@
 """Checks and times the Triton attention kernels on a GPU: `python benchmark/kernels/attention.py [PART ...]`.
 
-Parts: decode, fused, prefill, latent (multi-head latent attention); all without arguments. FP8 stands for pages of 8 bits.
+Parts: decode, fused, prefill, latent (multi-head latent attention); all without arguments. FP8 stands for pages of 8
+bits.
 Every figure is the median of graph replays, per layer, over K/V that together exceed the L2, after a comparison with
 the reference. Decode is given in us and in percent of the time that reading the K/V at 4.55 TB/s takes; prefill in
 TFLOP/s of the multiplications inside the causal mask.
@@ -350,7 +351,8 @@ def latent_cells(heads: int, count: int, context: int, *, is_fp8: bool) -> list[
 
     def step(mixer: TritonLatents, times: int) -> torch.Tensor:
         prepared = mixer.prepare(batch, table, table)
-        return [prepared.read(q, q_rope, layer) for layer in pages * times][0]
+        outs = [prepared.read(q, q_rope, layer) for layer in pages * times]
+        return outs[0]
 
     cells = []
     for label, changes in LATENT_VARIANTS.items():
