@@ -20,15 +20,6 @@ if TYPE_CHECKING:
     from minisgl.ops.table import OpTable
 
 
-def latent_mixer(kind: Latent, spec: MixerSpec, ops: OpTable) -> LatentMixer:
-    """Return the mixer of layers of this kind: kernels on a GPU for 16 bits, else the op table."""
-    if spec.device_type == "cuda" and spec.dtype.itemsize == 2:
-        from minisgl.attention.latent_triton import TritonLatents
-
-        return TritonLatents(kind, spec, ops)
-    return LatentMixer(kind, spec, ops)
-
-
 class LatentMixer:
     """Attention to latents by the op table: slow, but correct on every device."""
 

@@ -53,7 +53,7 @@ class Mixer(Protocol):
 
 # Those that are not attention with K and V, by type of `specs.Mixer`.
 MIXERS: Final[Registry[Callable[[Any, MixerSpec, OpTable], Mixer]]] = Registry("mixer")
-MIXERS.add("Latent", "minisgl.attention.latent:latent_mixer")
+MIXERS.add("Latent", "minisgl.attention.selection:latent_mixer")
 
 
 class ForwardOutput:
