@@ -25,7 +25,7 @@ from minisgl.ops.reference import LatentTransform
 @triton.jit
 def _store_latents(
     q_ptr, latents_ptr, weight_ptr, cos_sin_ptr, q_scale_ptr, positions_ptr, pages_ptr, scale_ptr, out_loc_ptr,
-    eps, stride_latents, stride_page, stride_scale,
+    eps, stride_q, stride_latents, stride_page, stride_scale,
     NUM_HEADS: tl.constexpr, NOPE_DIM: tl.constexpr, ROPE_DIM: tl.constexpr, RANK: tl.constexpr,
     PAGE_SIZE: tl.constexpr, BLOCK_H: tl.constexpr, IS_FP8: tl.constexpr,
 ):  # fmt: skip
@@ -38,7 +38,7 @@ def _store_latents(
     sin = tl.load(cos_sin_ptr + position * ROPE_DIM + HALF + half, mask=is_half, other=0.0)
     if group < tl.num_programs(1) - 1:
         head = group * BLOCK_H + tl.arange(0, BLOCK_H)
-        head_ptrs = q_ptr + (token * NUM_HEADS + head)[:, None] * (NOPE_DIM + ROPE_DIM)
+        head_ptrs = q_ptr + token * stride_q + head[:, None] * (NOPE_DIM + ROPE_DIM)
         q_ptrs = head_ptrs + NOPE_DIM + half[None, :]
         mask = (head < NUM_HEADS)[:, None] & is_half[None, :]
         x1 = tl.load(q_ptrs, mask=mask, other=0.0)
@@ -92,7 +92,7 @@ def store_latents(
     block = min(16, next_power_of_2(num_heads))
     _store_latents[(tokens, triton.cdiv(num_heads, block) + 1)](
         q, latents, heads.norm_weight, heads.cos_sin, heads.q_scale, positions, data, scale, out_loc, heads.eps,
-        latents.stride(0), *page_strides(pages), NUM_HEADS=num_heads, NOPE_DIM=q.shape[2] - rope_dim,
+        q.stride(0), latents.stride(0), *page_strides(pages), NUM_HEADS=num_heads, NOPE_DIM=q.shape[2] - rope_dim,
         ROPE_DIM=rope_dim, RANK=rank, PAGE_SIZE=pages.shape[2], BLOCK_H=block,
         IS_FP8=isinstance(pages, QuantizedPages), num_warps=2,
     )  # fmt: skip
