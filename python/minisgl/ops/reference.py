@@ -280,9 +280,9 @@ def store_latents(
 ) -> None:
     """Do everything between the projections and attention to latents, in place.
 
-    q [T, Hq, N + R] gets its last R elements rotated, and is multiplied by `q_scale`. latents [T, C + R] get their first
-    C elements normalised and the others rotated, and are stored in `pages` [P, 1, page, C + R] at slots `out_loc`. Both
-    may be columns of one projection's result.
+    q [T, Hq, N + R] gets its last R elements rotated, and is multiplied by `q_scale`. latents [T, C + R] get their
+    first C elements normalised and the others rotated, and are stored in `pages` [P, 1, page, C + R] at slots
+    `out_loc`. Both may be columns of one projection's result.
     """
     rank, page_size = len(heads.norm_weight), pages.shape[2]
     rotated = q.shape[2] - (latents.shape[1] - rank)

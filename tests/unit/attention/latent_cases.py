@@ -72,5 +72,5 @@ def check_latents(
         results.append((out, *inputs, dense.nan_to_num()))
     (want, *before), (out, *after) = results
     for a, b in zip(before, after, strict=True):
-        torch.testing.assert_close(a, b, rtol=0.07 if fp8_cache else 2e-2, atol=2e-2)
+        torch.testing.assert_close(a, b, rtol=0.13 if fp8_cache else 2e-2, atol=2e-2)  # a step of float8_e4m3fn
     assert_near(out, want, spans, (3e-2 if fp8_cache else 3.0 * TOLERANCE[dtype]))
