@@ -14,6 +14,8 @@ from transformers import (
     Cohere2Config,
     CohereConfig,
     CwmConfig,
+    DeepseekV2Config,
+    DeepseekV3Config,
     Dots1Config,
     Ernie4_5_MoeConfig,
     Ernie4_5Config,
@@ -27,6 +29,7 @@ from transformers import (
     GemmaConfig,
     Glm4Config,
     Glm4MoeConfig,
+    Glm4MoeLiteConfig,
     GlmConfig,
     GptOssConfig,
     GraniteConfig,
@@ -40,6 +43,7 @@ from transformers import (
     MiniMaxM2Config,
     Ministral3Config,
     MinistralConfig,
+    Mistral4Config,
     MistralConfig,
     MixtralConfig,
     NemotronConfig,
@@ -63,6 +67,8 @@ from transformers import (
     VaultGemmaConfig,
 )
 from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
+
+MODEL_FOR_CAUSAL_LM_MAPPING_NAMES["mistral4"] = "Mistral4ForCausalLM"  # transformers lists it elsewhere
 
 COMMON: dict[str, Any] = {
     "vocab_size": 160,
@@ -109,6 +115,17 @@ GROUPED_EXPERTS: dict[str, Any] = {
     "routed_scaling_factor": 1.7,
     "norm_topk_prob": True,
     "first_k_dense_replace": 1,
+}
+LATENT: dict[str, Any] = {
+    **COMMON,
+    **GROUPED_EXPERTS,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 4,
+    "q_lora_rank": 40,
+    "kv_lora_rank": 32,
+    "qk_nope_head_dim": 24,
+    "qk_rope_head_dim": 8,
+    "v_head_dim": 16,
 }
 LAYER_TYPES = ["sliding_attention", "full_attention", "sliding_attention"]
 GEMMA_2: dict[str, Any] = {
@@ -450,6 +467,25 @@ def configurations() -> dict[str, Any]:
             num_local_experts=7,
             num_experts_per_tok=3,
             rope_parameters={"rope_type": "default", "rope_theta": 3e4, "partial_rotary_factor": 0.5},
+        ),
+        "deepseek-v2-lite": DeepseekV2Config(
+            **LATENT | {"q_lora_rank": None, "n_group": 1, "topk_group": 1, "v_head_dim": 40},
+            rope_parameters={**YARN_ROPE, **YARN_OPTIONS, "mscale": 0.7},
+        ),
+        "deepseek-v2": DeepseekV2Config(**LATENT, topk_method="group_limited_greedy", attention_bias=True),
+        "deepseek-v3": DeepseekV3Config(
+            **LATENT, rope_parameters={**YARN_ROPE, "mscale": 1.0, "mscale_all_dim": 1.0}, attention_bias=True
+        ),
+        "deepseek-v3-halves": DeepseekV3Config(
+            **LATENT | {"q_lora_rank": None, "kv_lora_rank": 24}, rope_interleave=False
+        ),
+        "glm4-moe-lite": Glm4MoeLiteConfig(
+            **LATENT | {"kv_lora_rank": 48, "v_head_dim": 32}, mlp_layer_types=["dense", "sparse", "sparse"]
+        ),
+        "mistral4": Mistral4Config(
+            **LATENT,
+            pad_token_id=0,
+            rope_parameters={**YARN_ROPE, "llama_4_scaling_beta": 0.3, "mscale": 1.0, "mscale_all_dim": 1.0},
         ),
         "ernie4.5-moe": Ernie4_5_MoeConfig(
             **COMMON,

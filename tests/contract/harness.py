@@ -2,12 +2,11 @@
 
 from __future__ import annotations
 
-from itertools import compress
 from pathlib import Path
 
 import torch
 
-from minisgl.attention.backend import AttentionSpec
+from minisgl.attention.backend import AttentionSpec, MixerSpec
 from minisgl.attention.selection import resolve_attention
 from minisgl.checkpoint import hf
 from minisgl.core.plan import Batch
@@ -81,14 +80,11 @@ class MiniEngine(Stepper):
         # Unmapped entries point at an unowned page: reading them would show up as NaN.
         for group in range(groups):
             state.page_tables[group] = store.dummy(group)
-        is_attention = [isinstance(kind, GroupedQuery) for kind in model.mixers]
-        specs = [
-            AttentionSpec(place.type, dtype, kind, page_size, ROWS) for kind in compress(model.mixers, is_attention)
-        ]
-        found = iter(resolve_attention(attention, specs, table))
         kinds = tuple(
-            next(found) if attends else MIXERS.load(type(kind).__name__)(kind, table)
-            for kind, attends in zip(model.mixers, is_attention, strict=True)
+            resolve_attention(attention, [AttentionSpec(place.type, dtype, kind, page_size, ROWS)], table)[0]
+            if isinstance(kind, GroupedQuery)
+            else MIXERS.load(type(kind).__name__)(kind, MixerSpec(place.type, dtype, page_size, ROWS), table)
+            for kind in model.mixers
         )
         penalties = LogitPenalties(ROWS, config.vocab_size, 8, device)
         vocab = VocabParallel(comm, config.vocab_size)

@@ -13,6 +13,7 @@ from minisgl.core.layout import SLOT_ID, STATE, STATE_LEN, Flag
 from minisgl.ops.gated_delta import DeltaState, DeltaStep, DeltaWeights
 
 if TYPE_CHECKING:
+    from minisgl.attention.backend import MixerSpec
     from minisgl.core.plan import Batch
     from minisgl.core.specs import GatedDelta
     from minisgl.ops.table import OpTable
@@ -31,7 +32,7 @@ class GatedDeltaMixer:
 
     name, group, captures_decodes, captures_prompts = "gated delta", STATE, True, True
 
-    def __init__(self, spec: GatedDelta, ops: OpTable) -> None:
+    def __init__(self, kind: GatedDelta, spec: MixerSpec, ops: OpTable) -> None:
         self._ops = ops
 
     def prepare(self, batch: Batch, page_table: Tensor, out_loc: Tensor) -> DeltaMixing:

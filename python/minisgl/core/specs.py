@@ -114,3 +114,24 @@ class GatedDelta:
             PerRow("decay", (self.recent, self.value_heads)),
             PerRow("conv", (self.recent + self.width - 1, 2 * keys + values), is_wide=False),
         )
+
+
+@dataclass(frozen=True, slots=True)
+class Latent:
+    """Causal attention to one latent of each token (multi-head latent attention, arXiv:2405.04434).
+
+    `heads` counts one rank's. A latent has `rank` elements, of which each head makes its key of `nope_dim` elements and
+    its value of `v_dim`, and `rope_dim` rotated ones, the rest of all heads' keys. Scores are multiplied by `scale`.
+    """
+
+    heads: int
+    rank: int
+    rope_dim: int
+    nope_dim: int
+    v_dim: int
+    scale: float
+
+    @property
+    def states(self) -> tuple[Paged]:
+        """The latent of each token, equal on all ranks."""
+        return (Paged("latent", (1, self.rank + self.rope_dim)),)

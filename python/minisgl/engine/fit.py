@@ -120,6 +120,8 @@ def estimate_step(model: ModelConfig, config: EngineConfig, max_tokens: int, ite
     m, ranks = model, config.tp
     mlp = m.experts.top_k * m.experts.intermediate_size if m.experts is not None else 0
     widest = max(max((2 * s.heads + 2 * s.kv_heads) * s.head_dim, 3 * max(s.intermediate, mlp)) for s in m.layers)
+    if m.latent is not None:  # q, k and v of a prompt, each padded
+        widest = max(widest, 4 * m.num_heads * max(m.latent.qk_dim, m.latent.v_dim))
     hidden = max_tokens * item * (3 * (m.hidden_size + m.num_layers * m.layer_input_size) + widest // ranks)
     return hidden + config.max_running_requests * m.vocab_size * 3 * 4 // ranks
 

@@ -31,8 +31,9 @@ def make_mixers(spec: EngineSpec, kinds: Sequence[specs.Mixer], device_type: str
     """Return a mixer of each kind. Raises `ConfigError` if no attention backend works."""
     wanted = [spec.attention_spec(kind, device_type) for kind in kinds if isinstance(kind, GroupedQuery)]
     attention = iter(resolve_attention(spec.attention_backend, wanted, ops))
+    others = spec.mixer_spec(device_type)
     return tuple(
-        next(attention) if isinstance(kind, GroupedQuery) else MIXERS.load(type(kind).__name__)(kind, ops)
+        next(attention) if isinstance(kind, GroupedQuery) else MIXERS.load(type(kind).__name__)(kind, others, ops)
         for kind in kinds
     )
 

@@ -17,6 +17,7 @@ from minisgl.engine.graphs.capture import TAILS
 from minisgl.ops.sampling import rows_per_pass
 
 if TYPE_CHECKING:
+    from minisgl.attention.backend import MixerSpec
     from minisgl.core.layout import Records
     from minisgl.core.plan import Ints, PromptLogprobs
     from minisgl.device.device import Device, Pending
@@ -51,8 +52,10 @@ class Mixer(Protocol):
         """
 
 
-# Those that are not attention, by type of spec. They have `fold(layers, folds)` besides, for `BatchPlan.folds`.
-MIXERS: Final[Registry[Callable[[Any, OpTable], Any]]] = Registry("mixer")
+# Those that are not attention with K and V, by type of `specs.Mixer`. Recurrences have `fold(layers, folds)` besides,
+# for `BatchPlan.folds`.
+MIXERS: Final[Registry[Callable[[Any, MixerSpec, OpTable], Any]]] = Registry("mixer")
+MIXERS.add("Latent", "minisgl.attention.selection:latent_mixer")
 MIXERS.add("GatedDelta", "minisgl.attention.recurrent:GatedDeltaMixer")
 
 

@@ -201,7 +201,7 @@ class Builder:
         sources, rows = _sources(parts, [columns])
         kinds = {self.format_of(name) for name in parts}
         kind = kinds.pop() if len(kinds) == 1 else None
-        if kind is None or not supports_format(kind) or rows % 16 or not all(_fits(kind, s) for s in sources):
+        if kind is None or not supports_format(kind) or rows % 16 or not _fit(kind, sources):
             return self.parameter(parts, in_features, order=order)
         weight = kind.empty(rows, columns.count, self.device)
         self.parameters.append(Parameter(weight, sources, Init.NORMAL, order=order))
@@ -223,14 +223,15 @@ def _sources(parts: Mapping[str, Rows], columns: list[Shard]) -> tuple[tuple[Sou
     return tuple(sources), start
 
 
-def _fits(kind: Format, source: Source) -> bool:
-    rows, columns = source.slices
-    ends = source.start, rows.start, rows.stop
-    return (
-        not any(end % kind.rows for end in ends)
-        and not columns.start % kind.columns
-        and not columns.stop % kind.columns
-    )
+def _fit(kind: Format, sources: Sequence[Source]) -> bool:
+    """Return whether parts begin and end where scales do. The last may end where its tensor does, within a block."""
+    for source in sources:
+        rows, columns = source.slices
+        is_end = source is sources[-1] and rows.stop == source.shape[0]
+        ends = source.start, rows.start, 0 if is_end else rows.stop
+        if any(end % kind.rows for end in ends) or columns.start % kind.columns or columns.stop % kind.columns:
+            return False
+    return True
 
 
 def _shard(count: int, own: range, unit: int) -> Shard:

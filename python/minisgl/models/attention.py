@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import replace
 from functools import partial
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Final
 
 import torch
 
@@ -12,7 +12,9 @@ from minisgl.layers.builder import Shard
 from minisgl.layers.linear import HeadsNorm, Linear, RMSNorm, Stream
 from minisgl.layers.rotary import head_order
 from minisgl.ops.deferred import Result, finished
-from minisgl.ops.reference import OUTPUT_GATES, HeadTransform
+from minisgl.ops.reference import OUTPUT_GATES, HeadTransform, LatentTransform
+
+LATENT_EPS: Final = 1e-6  # of the norms within the block, whatever config.json says
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -20,6 +22,7 @@ if TYPE_CHECKING:
     from minisgl.core.plan import Context
     from minisgl.layers.builder import Builder, Rows
     from minisgl.layers.linear import Norm
+    from minisgl.models.layer_sizes import LatentSizes
     from minisgl.models.model_config import ModelConfig
 
 
@@ -118,3 +121,56 @@ def _halves(rows: Shard, dim: int, half: int) -> list[Shard]:
     """Return the parts of a projection in which q (half 0) and gate (1) of a head alternate, for `rows` of q."""
     is_own = [rows.start <= start < rows.stop for start in range(0, rows.size, dim)]
     return [Shard(dim, 0, dim * (own and part == half)) for own in is_own for part in range(2)]
+
+
+class LatentAttention:
+    """Multi-head latent attention of layer `index` (arXiv:2405.04434). Every rank has all of each latent.
+
+    Layers share `cos_sin` [max positions, rope_dim] and `q_scale`, as in `Attention`. `kv_b_proj`, which makes keys and
+    values of latents, is in the model's dtype: decode steps multiply queries and results by parts of it instead.
+    """
+
+    def __init__(
+        self,
+        builder: Builder,
+        config: ModelConfig,
+        sizes: LatentSizes,
+        index: int,
+        cos_sin: Tensor,
+        q_scale: Tensor | None,
+    ) -> None:
+        c, name = config, f"model.layers.{index}.self_attn"
+        heads = builder.shard(c.num_heads, "attention heads")
+        q = builder.shard(c.num_heads, "attention heads", unit=sizes.qk_dim)
+        rotary = head_order(sizes.rope_dim, sizes.rope_dim, is_interleaved=c.is_interleaved)
+        head = [*range(sizes.nope_dim), *(sizes.nope_dim + i for i in rotary)]
+        q_order = [start + i for start in range(0, q.count, sizes.qk_dim) for i in head]
+        first: dict[str, Rows] = {f"{name}.q_proj": q}
+        order, self._q_norm, self._q_b_proj = q_order, None, None
+        if sizes.q_rank:
+            first, order = {f"{name}.q_a_proj": sizes.q_rank}, [*range(sizes.q_rank)]
+            self._q_norm = RMSNorm(builder, f"{name}.q_a_layernorm", sizes.q_rank, LATENT_EPS)
+            self._q_b_proj = Linear(builder, {f"{name}.q_b_proj": q}, sizes.q_rank, bias=False, order=q_order)
+        order = order + [len(order) + i for i in (*range(sizes.rank), *(sizes.rank + i for i in rotary))]
+        self._ends = len(order) - sizes.rank - sizes.rope_dim
+        first[f"{name}.kv_a_proj_with_mqa"] = sizes.rank + sizes.rope_dim
+        self._a_proj = Linear(builder, first, c.hidden_size, bias=c.qkv_bias, order=order)
+        norm = RMSNorm(builder, f"{name}.kv_a_layernorm", sizes.rank, LATENT_EPS)
+        kv = builder.shard(c.num_heads, "attention heads", unit=sizes.nope_dim + sizes.v_dim)
+        kv_weight = builder.parameter({f"{name}.kv_b_proj.weight": kv}, sizes.rank).view(heads.count, -1, sizes.rank)
+        self.heads = LatentTransform(norm.weight, norm.eps, cos_sin, kv_weight, q_scale)
+        o = builder.shard(c.num_heads, "attention heads", unit=sizes.v_dim)
+        self.o_proj = Linear(builder, {f"{name}.o_proj": c.hidden_size}, o, bias=c.o_bias)
+        mixer = c.mixer(index, builder.info)
+        self.mixer = builder.mixer(mixer)
+        self.kv = builder.state(*mixer.states)
+        self._shape = heads.count, sizes.qk_dim
+
+    def forward(self, stream: Stream, norm: Norm | None, ctx: Context) -> Stream:
+        """Return what `Attention.forward` does."""
+        projected, total = self._a_proj.after_sum_norm(stream, norm)
+        q, latents = finished(projected).tensor_split([self._ends], 1)
+        if self._q_b_proj is not None:
+            q = finished(self._q_b_proj.after_sum_norm(Stream(q.contiguous()), self._q_norm)[0])
+        out: Tensor = ctx.mixers[self.mixer].attend(q.view(len(q), *self._shape), latents, self.heads, self.kv.pages)
+        return Stream(self.o_proj.forward(out.flatten(1)), total)

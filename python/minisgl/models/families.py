@@ -49,6 +49,7 @@ class ExpertFlags:
     bias          the tensor in the block that is added to scores before the choice, but not to weights; "" for none
     bias_rows     the number of rows of this tensor; None if it is a vector
     has_groups    experts are in `n_group` groups, of which a token may choose from `topk_group`
+    group_best    how many of a group's best scores are added to compare it with others
     scale_key     the field for a factor of the experts' sum
     shared        an MLP in the block for all tokens, beside the experts; "" for none
     shared_keys   the fields whose product is its intermediate size
@@ -73,6 +74,7 @@ class ExpertFlags:
     bias: str = ""
     bias_rows: int | None = None
     has_groups: bool = False
+    group_best: int = 2
     scale_key: str = ""
     shared: str = ""
     shared_keys: tuple[str, ...] = ()
@@ -143,6 +145,7 @@ class Family:
     without_rope         which layers have no RoPE (`models/positions.py: WITHOUT_ROPE`)
     slides               which layers may have a window (`models/positions.py: SLIDES`); None: no layer
     has_sinks            attention has a learned sink for each head
+    has_latents          attention keeps a latent of each token instead of keys and values
     norms_v              heads of v have a norm without weights
     output_gate          attention's output is multiplied by this function of a projection of its input
                          (`ops/reference.py: OUTPUT_GATES`), for each head or element, as `gating` in config.json says
@@ -184,6 +187,7 @@ class Family:
     slides: str | None = None
     has_window_switch: bool = False
     has_sinks: bool = False
+    has_latents: bool = False
     norms_v: bool = False
     output_gate: str = ""
     has_gates_in_q: bool = False
@@ -319,6 +323,30 @@ ERNIE: Final = Family(
     mlp_bias="use_bias",
     is_interleaved=True,
     defaults={"rms_norm_eps": 1e-5, "rope_theta": 5e5, "head_dim": 128, "tie_word_embeddings": True},
+)
+# transformers' defaults that all models with latents have in common.
+LATENT: Final[Mapping[str, Any]] = {
+    "kv_lora_rank": 512,
+    "qk_rope_head_dim": 64,
+    "qk_nope_head_dim": 128,
+    "v_head_dim": 128,
+}
+DEEPSEEK_3: Final = Family(
+    has_latents=True,
+    is_interleaved=True,
+    refuses=("index_topk",),
+    text_types=("deepseek_v3", "kimi_k2"),
+    defaults={
+        **LATENT,
+        "q_lora_rank": 1536,
+        "n_group": 8,
+        "topk_group": 4,
+        "n_shared_experts": 1,
+        "first_k_dense_replace": 3,
+        "norm_topk_prob": True,
+        "routed_scaling_factor": 2.5,
+    },
+    experts=GROUPED,
 )
 FAMILIES: Final[Mapping[str, Family]] = MappingProxyType(
     {
@@ -771,6 +799,58 @@ FAMILIES: Final[Mapping[str, Family]] = MappingProxyType(
             has_partial_rope=True,
             defaults={"rope_theta": 5e6, "head_dim": 128},
             experts=replace(MIXTRAL, scoring="sigmoid", bias="e_score_correction_bias"),
+        ),
+        "DeepseekV2ForCausalLM": Family(
+            has_latents=True,
+            is_interleaved=True,
+            mlp_bias="mlp_bias",
+            text_types=("deepseek_v2",),
+            defaults={
+                **LATENT,
+                "q_lora_rank": 1536,
+                "n_shared_experts": 2,
+                "topk_method": "greedy",
+            },
+            experts=replace(GROUPED, scoring="softmax", bias="", group_best=1, normalises=False),
+        ),
+        "DeepseekV3ForCausalLM": DEEPSEEK_3,
+        "Glm4MoeLiteForCausalLM": replace(
+            DEEPSEEK_3,
+            text_types=("glm4_moe_lite",),
+            defaults={
+                **LATENT,
+                "q_lora_rank": 768,
+                "qk_nope_head_dim": 192,
+                "v_head_dim": 256,
+                "rms_norm_eps": 1e-5,
+                "n_shared_experts": 1,
+                "first_k_dense_replace": 1,
+                "norm_topk_prob": True,
+                "routed_scaling_factor": 1.8,
+            },
+            experts=replace(GROUPED, dense="listed"),
+        ),
+        "Mistral4ForCausalLM": replace(
+            DEEPSEEK_3,
+            scales_queries=True,
+            text_types=("mistral4",),
+            defaults={
+                **LATENT,
+                "q_lora_rank": 1024,
+                "kv_lora_rank": 256,
+                "qk_nope_head_dim": 64,
+                "n_shared_experts": 1,
+                "norm_topk_prob": True,
+                "rope_scaling": {
+                    "rope_type": "yarn",
+                    "factor": 128.0,
+                    "original_max_position_embeddings": 8192,
+                    "mscale": 1.0,
+                    "mscale_all_dim": 1.0,
+                    "llama_4_scaling_beta": 0.1,
+                },
+            },
+            experts=replace(GROUPED, scoring="softmax", bias="", packed=Packed()),
         ),
         "Ernie4_5_MoeForCausalLM": replace(
             ERNIE,

@@ -12,7 +12,7 @@ import torch
 
 from minisgl.layers.linear import Embedding, LayerNorm, Linear, RMSNorm, Stream
 from minisgl.layers.rotary import cos_sin_table, query_scales
-from minisgl.models.attention import Attention
+from minisgl.models.attention import Attention, LatentAttention
 from minisgl.models.gated_delta import GatedDeltaNet
 from minisgl.models.gemma4 import BesideMLP, LayerInputs, LayerTail
 from minisgl.models.mlp import GatedMLP, PlainMLP, SparseMLP
@@ -48,17 +48,20 @@ class DecoderLayer:
         index: int,
         cos_sin: Tensor,
         q_scale: Tensor | None,
-        source: Attention | None = None,
+        source: Attention | LatentAttention | None = None,
     ) -> None:
         c, name = config, f"model.layers.{index}"
+        assert not isinstance(source, LatentAttention), "layers with latents have their own"
         epsilons = c.norm_eps, c.rms_norm_eps, c.norm_eps, c.rms_norm_eps
         self.norms = [
             None if module is None else make_norm(builder, c, f"{name}.{module}", eps)
             for module, eps in zip(c.family.norms, epsilons, strict=True)
         ]
-        self.self_attn: Attention | GatedDeltaNet
+        self.self_attn: Attention | LatentAttention | GatedDeltaNet
         if index in c.linear_layers:
             self.self_attn = GatedDeltaNet(builder, c, index)
+        elif c.latent is not None:
+            self.self_attn = LatentAttention(builder, c, c.latent, index, cos_sin, q_scale)
         else:
             self.self_attn = Attention(builder, c, index, cos_sin, q_scale=q_scale, source=source)
         self.mlp = make_mlp(builder, c, index)

@@ -10,14 +10,15 @@ from minisgl.checkpoint import hf
 from minisgl.checkpoint.quantization import Quantization, read_quantization
 from minisgl.core.errors import ConfigError
 from minisgl.core.layout import FULL, WINDOW
-from minisgl.core.specs import GatedDelta, GroupedQuery
+from minisgl.core.specs import GatedDelta, GroupedQuery, Latent
 from minisgl.layers.rope import NO_ROPE
 from minisgl.models.families import FAMILIES, SOFTCAPS, ExpertFlags, Family
-from minisgl.models.layer_sizes import LayerSizes, read_layers
+from minisgl.models.layer_sizes import LatentSizes, LayerSizes, read_latent, read_layers
 from minisgl.models.positions import (
     count,
     number,
     read_dense_layers,
+    read_latent_scale,
     read_layers_without_rope,
     read_linear_layers,
     read_query_scaling,
@@ -88,6 +89,7 @@ class ModelConfig:
     none. `output_gate` is that of attention: for each "head" or "element"; "" for none. `linear_layers` have a
     recurrent state (`linear`) instead of attention, in float32 unless `has_narrow_state`. What the last `recent` tokens
     add is apart.
+    With `latent`, attention reads latents, and the heads of `layers` are only the parts that rotate.
     """
 
     architecture: str
@@ -118,6 +120,7 @@ class ModelConfig:
     layer_input_vocab: int
     experts: ExpertsConfig | None
     dtype: str
+    latent: LatentSizes | None = None
     quantization: Quantization | None = None
     is_text_part: bool = False  # of a multimodal model, whose other parts are not loaded
     is_interleaved: bool = False  # RoPE rotates adjacent elements of a head as they are stored
@@ -159,7 +162,7 @@ class ModelConfig:
         ropes = (self.rope if window is None else self.window_rope for window in self.windows)
         return [NO_ROPE if i in self.layers_without_rope else rope for i, rope in enumerate(ropes)]
 
-    def mixer(self, layer: int, info: DistributedInfo) -> GroupedQuery | GatedDelta:
+    def mixer(self, layer: int, info: DistributedInfo) -> GroupedQuery | Latent | GatedDelta:
         """Return how a layer mixes tokens on one rank. Raises `ConfigError` if ranks cannot divide its heads."""
         sizes = self.layers[layer]
         if self.linear is not None and layer in self.linear_layers:
@@ -173,8 +176,12 @@ class ModelConfig:
                 recent=self.recent,
                 is_narrow=self.has_narrow_state,
             )
+        heads = len(info.shard(sizes.heads, "attention heads"))
+        if self.latent is not None:
+            assert self.attention_scale is not None, "the scale of latents is read with them"
+            return Latent(heads, *self.latent[1:], self.attention_scale)
         return GroupedQuery(
-            heads=len(info.shard(sizes.heads, "attention heads")),
+            heads=heads,
             kv_heads=len(info.shard_or_replicate(sizes.kv_heads, "KV heads")),
             head_dim=sizes.head_dim,
             scale=sizes.head_dim**-0.5 if self.attention_scale is None else self.attention_scale,
@@ -203,6 +210,8 @@ class ModelConfig:
         inputs = self.num_layers * self.layer_input_size * (self.layer_input_vocab + 3 * self.hidden_size)
         if self.linear is not None:
             routers += 2 * self.linear.value_heads * len(self.linear_layers)
+        if self.latent is not None:
+            inputs += sum(self.latent.num_weights(layer.heads, self.hidden_size)[1] for layer in self.layers)
         return (routers + (1 if self.tie_word_embeddings else 2) * self.vocab_size) * self.hidden_size + inputs
 
     @property
@@ -215,7 +224,7 @@ class ModelConfig:
     @property
     def num_projections(self) -> int:
         """The number of weights of attention's projections and of dense MLPs."""
-        e, features = self.experts, 0
+        e, features, latent = self.experts, 0, 0
         for i, layer in enumerate(self.layers):
             if e is None or i in e.dense_layers or e.flags.is_beside:
                 features += (2 + self.family.is_gated) * layer.intermediate
@@ -226,9 +235,12 @@ class ModelConfig:
                 features += 3 * self.linear.value_heads * self.linear.value_dim
                 continue
             gate = {"": 0, "head": 1, "element": layer.head_dim}[self.output_gate]
+            if self.latent is not None:
+                latent += self.latent.num_weights(layer.heads, self.hidden_size)[0]
+                continue
             features += layer.heads * (2 * layer.head_dim + gate)
             features += (0 if layer.kv_of is not None else 2 - layer.is_v_k) * layer.kv_heads * layer.head_dim
-        return features * self.hidden_size
+        return features * self.hidden_size + latent
 
     @property
     def is_large_bfloat16(self) -> bool:
@@ -242,6 +254,9 @@ class ModelConfig:
         family = FAMILIES[architecture]
         is_text_part = config["architectures"] != [architecture]
         config = {**DEFAULTS, **family.defaults, **(family.text_defaults if is_text_part else {}), **config}
+        latent = None
+        if family.has_latents:
+            latent, config = read_latent(config)
         _refuse_unsupported(config, family)
         hidden_size = size(config, "hidden_size")
         num_layers = size(config, "num_hidden_layers", maximum=MAX_LAYERS)
@@ -273,6 +288,8 @@ class ModelConfig:
             scale = None
         if "query_pre_attn_scalar" in config:
             scale = number(config, "query_pre_attn_scalar") ** -0.5
+        if latent is not None:
+            scale = latent.qk_dim**-0.5 * read_latent_scale(config)
         return cls(
             architecture=architecture,
             vocab_size=size(config, "vocab_size"),
@@ -307,6 +324,7 @@ class ModelConfig:
             is_text_part=is_text_part,
             is_interleaved=_flag(config, "rope_interleave" if "rope_interleave" in config else family.is_interleaved),
             is_rounded=_flag(config, "is_rounded"),
+            latent=latent,
             dtype=str(config.get("dtype") or config.get("torch_dtype") or "float32").removeprefix("torch."),
         )
 
@@ -412,7 +430,8 @@ def _experts(config: dict[str, Any], num_layers: int, flags: ExpertFlags | None)
     top_k = size(config, flags.top_k_key)
     if top_k > count:
         raise ConfigError(f"{flags.top_k_key} {top_k} is more than the {count} experts")
-    groups, top_groups = (size(config, key, 1) if flags.has_groups else 1 for key in ("n_group", "topk_group"))
+    has_groups = flags.has_groups and config.get("topk_method") != "greedy"
+    groups, top_groups = (size(config, key, 1) if has_groups else 1 for key in ("n_group", "topk_group"))
     if count % groups or top_groups > groups or top_k > count // groups * top_groups:
         raise ConfigError(f"{count} experts in {groups} groups, {top_k} of {top_groups} groups, do not divide")
     shared = [config.get(key) for key in flags.shared_keys]

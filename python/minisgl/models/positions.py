@@ -165,6 +165,20 @@ def read_query_scaling(config: dict[str, Any]) -> tuple[float, int] | None:
     return number(scaling, "llama_4_scaling_beta"), size(scaling, "original_max_position_embeddings")
 
 
+def read_latent_scale(config: dict[str, Any]) -> float:
+    """Return the factor of scores of latents: with yarn's `mscale_all_dim` m, (0.1 m ln(factor) + 1)^2."""
+    scaling = config.get("rope_parameters") or config.get("rope_scaling") or {}
+    is_scaled = isinstance(scaling, dict) and scaling.get("rope_type", scaling.get("type", "default")) != "default"
+    if not is_scaled or not scaling.get("mscale_all_dim"):
+        return 1.0
+    return _mscale(number(scaling, "factor"), number(scaling, "mscale_all_dim")) ** 2
+
+
+def _mscale(factor: float, scale: float = 1.0) -> float:
+    """Return yarn's 0.1 m ln(factor) + 1 (arXiv:2309.00071, equation 22)."""
+    return 0.1 * scale * math.log(factor) + 1.0 if factor > 1 else 1.0
+
+
 def read_ropes(config: dict[str, Any], head_dims: tuple[int, int]) -> tuple[RopeConfig, RopeConfig]:
     """Return the RoPE of layers without a window, and of those with one. Raises `ConfigError` if one is unsupported.
 
@@ -240,7 +254,7 @@ def _scaled_rope(
 
 
 def _yarn(scaling: dict[str, Any], theta: float, original: int, max_positions: int) -> RopeConfig:
-    """Read YaRN. Its attention factor is 0.1 ln(factor) + 1 (arXiv:2309.00071, equation 22), or a ratio of two."""
+    """Read YaRN. Its attention factor is `_mscale`, or a ratio of two."""
     # transformers treats null as absent, and also 0 where a default exists.
     given = {key: value for key, value in scaling.items() if value or (value is not None and key.endswith("factor"))}
     if theta <= 1:
@@ -249,13 +263,9 @@ def _yarn(scaling: dict[str, Any], theta: float, original: int, max_positions: i
     fast, slow = number(given, "beta_fast", 32.0), number(given, "beta_slow", 1.0)
     if fast < slow:
         raise ConfigError(f"rope's beta_fast {fast} must not be below its beta_slow {slow}")
-
-    def attention_factor(scale: float) -> float:
-        return 0.1 * scale * math.log(factor) + 1.0 if factor > 1 else 1.0
-
-    default = attention_factor(1.0)
+    default = _mscale(factor)
     if "mscale" in given and "mscale_all_dim" in given:
-        default = attention_factor(number(given, "mscale")) / attention_factor(number(given, "mscale_all_dim"))
+        default = _mscale(factor, number(given, "mscale")) / _mscale(factor, number(given, "mscale_all_dim"))
     return RopeConfig(
         theta=theta,
         type="yarn",

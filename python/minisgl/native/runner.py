@@ -89,7 +89,11 @@ def refusal(spec: EngineSpec) -> str | None:
 
 def layers_refusal(m: ModelConfig) -> str | None:
     """Return what the C++ step does not have of a model's layers; None if it has all."""
-    missing = {"modelling code of transformers": m.is_fallback, "recurrent layers": bool(m.linear_layers)}
+    missing = {
+        "modelling code of transformers": m.is_fallback,
+        "recurrent layers": bool(m.linear_layers),
+        "latents instead of keys and values": m.latent is not None,
+    }
     return next((name for name, is_missing in missing.items() if is_missing), None)
 
 

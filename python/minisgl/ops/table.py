@@ -30,6 +30,8 @@ class OpTable:
     paged_attention: Callable[..., Tensor] = reference.paged_attention
     gated_delta: Callable[..., Tensor] = recurrences.gated_delta
     fold: Callable[..., None] = recurrences.fold
+    store_latents: Callable[..., None] = reference.store_latents
+    latent_attention: Callable[..., Tensor] = reference.latent_attention
     look_up: Callable[..., tuple[Tensor, Tensor]] = reference.look_up
     apply_penalties: Callable[..., Tensor] = sampling.apply_penalties
     count_tokens: Callable[..., None] = sampling.count_tokens

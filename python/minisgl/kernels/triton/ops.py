@@ -7,6 +7,7 @@ from typing import Any, Final
 
 from torch import Tensor
 
+from minisgl.kernels.triton.attention_latent import store_latents
 from minisgl.kernels.triton.drafts import look_up
 from minisgl.kernels.triton.kernels import mix, multiply
 from minisgl.kernels.triton.logprobs import token_logprobs
@@ -45,6 +46,7 @@ OPS: Final[Mapping[str, Callable[..., Any]]] = {
     "add_norm_linear": add_norm_linear,
     "moe": mix,
     "norm_rope_store": norm_rope_store,
+    "store_latents": store_latents,
     "look_up": look_up,
     "apply_penalties": apply_penalties,
     "count_tokens": count_tokens,

@@ -67,6 +67,14 @@ SHAPES: Final[dict[str, dict[str, Any]]] = {
     | _sizes(2048, 6144, 48, 32)
     | {"architectures": ["Qwen3MoeForCausalLM"], "model_type": "qwen3_moe", "num_key_value_heads": 4}
     | {"num_experts": 128, "num_experts_per_tok": 8, "moe_intermediate_size": 768, "norm_topk_prob": True},
+    # 64 experts of 1,536, 4 for each token, and latents of 512 + 64 elements
+    "glm-4.7-flash": {"architectures": ["Glm4MoeLiteForCausalLM"], "model_type": "glm4_moe_lite"}
+    | _sizes(2048, 10240, 47, 20)
+    | {"vocab_size": 154880, "kv_lora_rank": 512, "q_lora_rank": 768, "qk_nope_head_dim": 192, "qk_rope_head_dim": 64}
+    | {"v_head_dim": 256, "n_routed_experts": 64, "num_experts_per_tok": 4, "moe_intermediate_size": 1536}
+    | {"n_shared_experts": 1, "first_k_dense_replace": 1, "routed_scaling_factor": 1.8, "norm_topk_prob": True}
+    | {"max_position_embeddings": 202752, "rope_theta": 1000000, "rms_norm_eps": 1e-5, "torch_dtype": "bfloat16"}
+    | {"bos_token_id": 0, "eos_token_id": 1},
     "llama-3.1-8b": _LLAMA_3_1 | _sizes(4096, 14336, 32, 32),
     "llama-3.1-70b": _LLAMA_3_1 | _sizes(8192, 28672, 80, 64),
     "gpt-oss-20b": {"architectures": ["GptOssForCausalLM"], "model_type": "gpt_oss", "torch_dtype": "bfloat16"}
