@@ -40,14 +40,14 @@ _POINTERS: Final = ["slots_ptr", "state_lens_ptr", "rows_ptr", "cu_query_lens_pt
 
 @triton.jit
 def _inputs(x_ptr, stride_x, ring_ptr, start, token, mask, channel, RING: tl.constexpr, CHANNELS: tl.constexpr):
-    """Return inputs of the convolution [M, N] of the masked tokens [M] and channels [N]; zeros before the text.
+    """Return inputs of the convolution of the masked tokens [M, 1] and channels [1, N]; zeros before the text.
 
     Tokens are counted from the sequence's first in this step, at position `start`; those before it are in the ring.
+    Here and below a single token is a scalar, and has vectors instead of tiles: the compiler would convert whole tiles.
     """
-    token, channel = token[:, None], channel[None, :]
     x_ptrs = x_ptr + token.to(tl.int64) * stride_x + channel
-    x = tl.load(x_ptrs, mask=mask[:, None] & (token >= 0), other=0.0)
-    is_before = mask[:, None] & (token < 0) & (start + token >= 0)
+    x = tl.load(x_ptrs, mask=mask & (token >= 0), other=0.0)
+    is_before = mask & (token < 0) & (start + token >= 0)
     return x + tl.load(ring_ptr + (start + token) % RING * CHANNELS + channel, mask=is_before, other=0.0)
 
 
@@ -56,46 +56,50 @@ def _convolved(
     x_ptr, stride_x, ring_ptr, weight_ptr, start, token, mask, channel,
     RING: tl.constexpr, CHANNELS: tl.constexpr, WIDTH: tl.constexpr,
 ):  # fmt: skip
-    """Return SiLU of the convolution [M, N] as float32, rounded to the model's dtype."""
-    acc = tl.zeros([token.shape[0], channel.shape[0]], tl.float32)
+    """Return SiLU of the convolution as float32, rounded to the model's dtype."""
+    acc = 0.0
     for tap in tl.static_range(WIDTH):
         x = _inputs(x_ptr, stride_x, ring_ptr, start, token + (tap + 1 - WIDTH), mask, channel, RING, CHANNELS)
-        acc += x.to(tl.float32) * tl.load(weight_ptr + channel * WIDTH + tap).to(tl.float32)[None, :]
+        acc = acc + x.to(tl.float32) * tl.load(weight_ptr + channel * WIDTH + tap).to(tl.float32)
     return (acc * tl.sigmoid(acc)).to(x_ptr.dtype.element_ty).to(tl.float32)
 
 
 @triton.jit
 def _keep_inputs(
-    x_ptr, stride_x, ring_ptr, target_ptr, start, token, mask, head, offs_v,
-    HK: tl.constexpr, HV: tl.constexpr, DK: tl.constexpr, DV: tl.constexpr, RING: tl.constexpr,
+    x_ptr, stride_x, ring_ptr, target_ptr, start, token, mask, key, value, has_key,
+    SIZE: tl.constexpr, RING: tl.constexpr, CHANNELS: tl.constexpr,
 ):  # fmt: skip
-    """Store the inputs of tokens [M] in the ring at `target_ptr`: a value head's, and those of q and k with the first.
+    """Store inputs of tokens in the ring at `target_ptr`: of channels `value`, and of `key` of q and k if `has_key`.
 
     Each channel has one program, which also reads it from the ring, so that no other reads what this overwrites.
     """
-    CHANNELS: tl.constexpr = 2 * HK * DK + HV * DV
-    GROUP: tl.constexpr = HV // HK
     mask = mask & (start + token >= 0)
-    target_ptrs = target_ptr + ((start + token) % RING * CHANNELS)[:, None]
-    value = 2 * HK * DK + head * DV + offs_v
+    target_ptrs = target_ptr + (start + token) % RING * CHANNELS
     x = _inputs(x_ptr, stride_x, ring_ptr, start, token, mask, value, RING, CHANNELS)
-    tl.store(target_ptrs + value[None, :], x, mask=mask[:, None])
-    if (head % GROUP == 0) & (tl.min(offs_v, 0) == 0):
-        for part in tl.static_range(2):
-            key = (part * HK + head // GROUP) * DK + tl.arange(0, DK)
-            x = _inputs(x_ptr, stride_x, ring_ptr, start, token, mask, key, RING, CHANNELS)
-            tl.store(target_ptrs + key[None, :], x, mask=mask[:, None])
+    tl.store(target_ptrs + value, x, mask=mask)
+    for part in tl.static_range(2):
+        channel = part * SIZE + key
+        of_key = _inputs(x_ptr, stride_x, ring_ptr, start, token, mask & has_key, channel, RING, CHANNELS)
+        tl.store(target_ptrs + channel, of_key, mask=mask & has_key)
+
+
+@triton.jit
+def _row_sum(x):
+    """Return the sums of the rows of a tile [M, N] as [M, 1], or that of a vector."""
+    if len(x.shape) == 1:
+        return tl.sum(x, 0)
+    else:
+        return tl.sum(x, 1)[:, None]
 
 
 @triton.jit
 def _unit(x):
-    """Return the rows of x [M, N], normalised."""
-    return x * tl.rsqrt(tl.sum(x * x, 1) + NORM_EPS)[:, None]
+    return x * tl.rsqrt(_row_sum(x * x) + NORM_EPS)
 
 
 @triton.jit
 def _beta_and_decay(ba_ptr, stride_ba, a_log_ptr, dt_bias_ptr, token, mask, head, HV: tl.constexpr):
-    """Return beta and g [M] of tokens [M], zeros where masked."""
+    """Return beta and g of tokens, zeros where masked."""
     ptrs = ba_ptr + token.to(tl.int64) * stride_ba + head
     b = tl.load(ptrs, mask=mask, other=0.0).to(tl.float32)
     x = tl.load(ptrs + HV, mask=mask, other=0.0).to(tl.float32) + tl.load(dt_bias_ptr + head)
@@ -106,10 +110,10 @@ def _beta_and_decay(ba_ptr, stride_ba, a_log_ptr, dt_bias_ptr, token, mask, head
 
 
 @triton.jit
-def _gated(x, z, weight_ptr, eps, DV: tl.constexpr):
+def _gated(x, z, weight_ptrs, eps, DV: tl.constexpr):
     """Return the norm of the rows of x [M, DV] times SiLU of z, float32."""
-    weight = tl.load(weight_ptr + tl.arange(0, DV))[None, :]
-    x = (x * tl.rsqrt(tl.sum(x * x, 1) / DV + eps)[:, None]).to(z.dtype).to(tl.float32) * weight.to(tl.float32)
+    weight = tl.load(weight_ptrs)
+    x = (x * tl.rsqrt(_row_sum(x * x) / DV + eps)).to(z.dtype).to(tl.float32) * weight.to(tl.float32)
     if weight.dtype == z.dtype:
         x = x.to(z.dtype).to(tl.float32)
     z = z.to(tl.float32)
@@ -173,16 +177,14 @@ def _inverse(a, PRECISION: tl.constexpr):
 
 @triton.jit
 def _one(q, k, v, beta, g, s, keys, us, after, total):
-    """Return u [1, DV] and out [1, DV] of one token, all in float32; see `_several`."""
-    beta, g = tl.sum(beta, 0), tl.sum(g, 0)
-    q, k = tl.reshape(q, [s.shape[0]]), tl.reshape(k, [s.shape[0]])
+    """Return u and out [DV] of one token, in float32; see `_several`."""
     keys, us, after, total = keys.to(tl.float32), us.to(tl.float32), tl.exp(after + g), tl.exp(total + g)
     of_k = tl.sum(keys * k[None, :], 1) * after
     of_q = tl.sum(keys * q[None, :], 1) * after
     read = tl.sum(s * k[:, None], 0) * total + tl.sum(us * of_k[:, None], 0)
     out = tl.sum(s * q[:, None], 0) * total + tl.sum(us * of_q[:, None], 0)
-    u = beta * (v - read[None, :])
-    return u, out[None, :] + tl.sum(q * k, 0) * u
+    u = beta * (v - read)
+    return u, out + tl.sum(q * k, 0) * u
 
 
 @triton.jit
@@ -237,29 +239,44 @@ def _decode(
     keys, us, after, total = _recent(
         recent_ptr, decay_ptr, head, state_len, start - state_len, offs_v, HK, HV, DK, DV, R, BLOCK_R
     )
-    token = tl.arange(0, TOKENS)
-    mask = token < count
+    if TOKENS == 1:
+        tokens = count - 1
+        token, mask = tokens, tokens == 0
+    else:
+        tokens = tl.arange(0, TOKENS)
+        token, mask, offs_k, offs_v = tokens[:, None], (tokens < count)[:, None], offs_k[None, :], offs_v[None, :]
     key = head // (HV // HK) * DK + offs_k
-    value = 2 * HK * DK + head * DV + offs_v
-    k = _convolved(x_ptr, stride_x, ring_ptr, conv_ptr, start, token, mask, HK * DK + key, RING, CHANNELS, WIDTH)
-    q = _convolved(x_ptr, stride_x, ring_ptr, conv_ptr, start, token, mask, key, RING, CHANNELS, WIDTH)
+    offs_v += head * DV
+    value = 2 * HK * DK + offs_v
     v = _convolved(x_ptr, stride_x, ring_ptr, conv_ptr, start, token, mask, value, RING, CHANNELS, WIDTH)
-    z_ptrs = x_ptr + token[:, None] * stride_x + (CHANNELS + head * DV + offs_v)[None, :]
-    z = tl.load(z_ptrs, mask=mask[:, None], other=0.0)
-    beta, g = _beta_and_decay(ba_ptr, stride_ba, a_log_ptr, dt_bias_ptr, first + token, mask, head, HV)
-    q, k = _unit(q) * DK**-0.5, _unit(k)
+    z = tl.load(x_ptr + token * stride_x + CHANNELS + offs_v, mask=mask, other=0.0)
+    beta, g = _beta_and_decay(ba_ptr, stride_ba, a_log_ptr, dt_bias_ptr, first + tokens, tokens < count, head, HV)
+    if TOKENS == 1:
+        # As one tile, which is too large for the compiler to compute it again in every layout that it is needed in.
+        part = tl.arange(0, 2)[:, None]
+        both = part * (HK * DK) + key[None, :]
+        both = _convolved(x_ptr, stride_x, ring_ptr, conv_ptr, start, token, mask, both, RING, CHANNELS, WIDTH)
+        both = _unit(both)
+        q, k = tl.sum(tl.where(part == 0, both, 0.0), 0), tl.sum(tl.where(part == 1, both, 0.0), 0)
+    else:
+        q = _convolved(x_ptr, stride_x, ring_ptr, conv_ptr, start, token, mask, key, RING, CHANNELS, WIDTH)
+        k = _convolved(x_ptr, stride_x, ring_ptr, conv_ptr, start, token, mask, HK * DK + key, RING, CHANNELS, WIDTH)
+        q, k = _unit(q), _unit(k)
+    q *= DK**-0.5
     if TOKENS == 1:
         u, out = _one(q, k, v, beta, g, s, keys, us, after, total)
     else:
         u, out = _several(q, k, v, beta, g, s, keys, us, after, total, PRECISION)
-    out_ptrs = out_ptr + (first + token)[:, None] * (HV * DV) + (head * DV + offs_v)[None, :]
-    tl.store(out_ptrs, _gated(out, z, norm_ptr, eps, DV).to(dtype), mask=mask[:, None])
-    entry = (start + token) % R
-    recent_ptrs = recent_ptr + (entry * (HK * DK + HV * DV))[:, None]
-    tl.store(recent_ptrs + (HK * DK + head * DV + offs_v)[None, :], u.to(dtype), mask=mask[:, None])
-    tl.store(recent_ptrs + key[None, :], k.to(dtype), mask=(mask & (head % (HV // HK) == 0))[:, None])
-    tl.store(decay_ptr + entry * HV + head, g, mask=mask)
-    _keep_inputs(x_ptr, stride_x, ring_ptr, ring_ptr, start, token, mask, head, offs_v, HK, HV, DK, DV, RING)
+    out = _gated(out, z, norm_ptr + offs_v - head * DV, eps, DV)
+    tl.store(out_ptr + (first + token) * (HV * DV) + offs_v, out.to(dtype), mask=mask)
+    has_key = head % (HV // HK) == 0
+    recent_ptrs = recent_ptr + (start + token) % R * (HK * DK + HV * DV)
+    tl.store(recent_ptrs + HK * DK + offs_v, u.to(dtype), mask=mask)
+    tl.store(recent_ptrs + key, k.to(dtype), mask=mask & has_key)
+    tl.store(decay_ptr + (start + tokens) % R * HV + head, g, mask=tokens < count)
+    _keep_inputs(
+        x_ptr, stride_x, ring_ptr, ring_ptr, start, token, mask, key, value, has_key, HK * DK, RING, CHANNELS
+    )
 
 
 @triton.jit
@@ -294,24 +311,24 @@ def _prepare(
     start = tl.load(positions_ptr + first)
     x_ptr += first * stride_x
     ring_ptr += tl.load(slots_ptr + seq).to(tl.int64) * stride_ring
-    offs_k, offs_v, offs_t = tl.arange(0, DK), tl.arange(0, DV), tl.arange(0, BLOCK)
-    token = begin + offs_t
-    mask = first + token < end
+    offs_k, offs_v, offs_t = tl.arange(0, DK)[None, :], tl.arange(0, DV)[None, :], tl.arange(0, BLOCK)
+    tokens = begin + offs_t
+    token, mask = tokens[:, None], (first + tokens < end)[:, None]
     key = head // GROUP * DK + offs_k
-    beta, g = _beta_and_decay(ba_ptr, stride_ba, a_log_ptr, dt_bias_ptr, first + token, mask, head, HV)
+    beta, g = _beta_and_decay(ba_ptr, stride_ba, a_log_ptr, dt_bias_ptr, first + tokens, first + tokens < end, head, HV)
     total = tl.cumsum(g, 0)
     within, is_before = _within(total)
     tl.store(total_ptr + (block * HV + head) * BLOCK + offs_t, total)
 
     k = _convolved(x_ptr, stride_x, ring_ptr, conv_ptr, start, token, mask, HK * DK + key, RING, CHANNELS, WIDTH)
     k = _unit(k).to(dtype)
-    offs_key = (block * HK + head // GROUP) * (BLOCK * DK) + offs_t[:, None] * DK + offs_k[None, :]
+    offs_key = (block * HK + head // GROUP) * (BLOCK * DK) + offs_t[:, None] * DK + offs_k
     if head % GROUP == 0:
         tl.store(k_ptr + offs_key, k)
     products = tl.dot(k, tl.trans(k), input_precision=PRECISION) * within
     inverse = _inverse(tl.where(is_before, beta[:, None] * products, 0.0), PRECISION).to(dtype)
     w = tl.dot(inverse, (k * (beta * tl.exp(total))[:, None]).to(dtype), input_precision=PRECISION)
-    w_ptrs = w_ptr + (block * HV + head) * (BLOCK * DK) + offs_t[:, None] * DK + offs_k[None, :]
+    w_ptrs = w_ptr + (block * HV + head) * (BLOCK * DK) + offs_t[:, None] * DK + offs_k
     tl.store(w_ptrs, w.to(dtype))
 
     q = _convolved(x_ptr, stride_x, ring_ptr, conv_ptr, start, token, mask, key, RING, CHANNELS, WIDTH)
@@ -325,8 +342,7 @@ def _prepare(
     value = 2 * HK * DK + head * DV + offs_v
     v = _convolved(x_ptr, stride_x, ring_ptr, conv_ptr, start, token, mask, value, RING, CHANNELS, WIDTH)
     u = tl.dot(inverse, (v * beta[:, None]).to(dtype), input_precision=PRECISION)
-    u_ptrs = u_ptr + (first + token)[:, None] * (HV * DV) + (head * DV + offs_v)[None, :]
-    tl.store(u_ptrs, u.to(dtype), mask=mask[:, None])
+    tl.store(u_ptr + (first + token) * (HV * DV) + head * DV + offs_v, u.to(dtype), mask=mask)
 
 
 @triton.jit
@@ -360,6 +376,7 @@ def _scan(
     `out` has U, which the outputs overwrite. Before the block in which a capture lies, S is taken up to it and stored.
     """
     RING: tl.constexpr = R + WIDTH - 1
+    CHANNELS: tl.constexpr = 2 * HK * DK + HV * DV
     PARTS: tl.constexpr = DV // BLOCK_V
     dtype = x_ptr.dtype.element_ty
     head, part, seq = tl.program_id(0) // PARTS, tl.program_id(0) % PARTS, tl.program_id(1)
@@ -384,7 +401,10 @@ def _scan(
     w_ptr += (first_block * HV + head) * (BLOCK * DK)
     p_ptr += (first_block * HV + head) * (BLOCK * BLOCK)
     total_ptr += (first_block * HV + head) * BLOCK
-    before = tl.arange(0, triton.next_power_of_2(WIDTH - 1)) - (WIDTH - 1)
+    before = (tl.arange(0, triton.next_power_of_2(WIDTH - 1)) - (WIDTH - 1))[:, None]
+    key = (head // (HV // HK) * DK + offs_k)[None, :]
+    value = (2 * HK * DK + head * DV + offs_v)[None, :]
+    has_key = (part == 0) & (head % (HV // HK) == 0)
 
     # Captures in the order of their positions; `remaining` are numbers of tokens, and indices for distinct numbers.
     index = tl.arange(0, CAPTURES)
@@ -393,10 +413,10 @@ def _scan(
     is_own = (row == tl.load(rows_ptr + seq)) & (length > 0) & (length <= count)
     remaining = tl.where(is_own, length * CAPTURES + index, LAST)
     lo = 0
-    for _ in range(tl.sum(is_own.to(tl.int32), 0) + 1):
+    for number in range(tl.sum(is_own.to(tl.int32), 0) + 1):
         capture = tl.min(remaining, 0)
-        length = capture // CAPTURES
-        hi = tl.minimum((length - 1) // BLOCK, tl.cdiv(count, BLOCK))
+        tokens = capture // CAPTURES
+        hi = tl.minimum((tokens - 1) // BLOCK, tl.cdiv(count, BLOCK))
         for block in tl.range(lo, hi, num_stages=NUM_STAGES):
             in_block = tl.minimum(count - block * BLOCK, BLOCK)
             offs_block = (first_block - first_block + block) * BLOCK
@@ -413,23 +433,23 @@ def _scan(
             tl.store(out_ptrs, out.to(dtype), mask=(offs_t < in_block)[:, None])
         if capture < LAST:
             offs_block = hi.to(tl.int64) * BLOCK
-            _, _, captured = _advance(
+            of_u, of_total, captured = _advance(
                 s, k_ptr + offs_block * (HK * DK), w_ptr + offs_block * (HV * DK), total_ptr + offs_block * HV,
-                out_ptr + offs_block * (HV * DV), length - hi * BLOCK, offs_v, PRECISION, HV * DV,
+                out_ptr + offs_block * (HV * DV), tokens - hi * BLOCK, offs_v, PRECISION, HV * DV,
             )  # fmt: skip
             target = tl.load(captures_ptr + capture % CAPTURES * 3 + 2).to(tl.int64)
             tl.store(s_ptrs + target * stride_delta, captured.to(delta_ptr.dtype.element_ty))
             _keep_inputs(
-                x_ptr, stride_x, own_ring_ptr, ring_ptr + target * stride_ring, start, length + before, before < 0,
-                head, offs_v, HK, HV, DK, DV, RING,
+                x_ptr, stride_x, own_ring_ptr, ring_ptr + target * stride_ring, start, tokens + before, before < 0,
+                key, value, has_key, HK * DK, RING, CHANNELS,
             )  # fmt: skip
         remaining = tl.where(remaining == capture, LAST, remaining)
         lo = hi
     tl.store(s_ptrs + slot * stride_delta, s.to(delta_ptr.dtype.element_ty))
     tl.debug_barrier()  # captures have read the ring
     _keep_inputs(
-        x_ptr, stride_x, own_ring_ptr, own_ring_ptr, start, count + before, (before < 0) & (count + before >= 0), head,
-        offs_v, HK, HV, DK, DV, RING,
+        x_ptr, stride_x, own_ring_ptr, own_ring_ptr, start, count + before, (before < 0) & (count + before >= 0), key,
+        value, has_key, HK * DK, RING, CHANNELS,
     )  # fmt: skip
 
 
@@ -445,10 +465,10 @@ def _finish(
     head = tl.program_id(0)
     token = tl.program_id(1).to(tl.int64) * TOKENS + tl.arange(0, TOKENS)
     mask = ((token >= tl.load(cu_query_lens_ptr + decodes)) & (token < num_tokens))[:, None]
-    offs_v = (head * DV + tl.arange(0, DV))[None, :]
-    ptrs = out_ptr + token[:, None] * (HV * DV) + offs_v
-    z = tl.load(x_ptr + token[:, None] * stride_x + CHANNELS + offs_v, mask=mask, other=0.0)
-    out = _gated(tl.load(ptrs, mask=mask, other=0.0).to(tl.float32), z, norm_ptr, eps, DV)
+    offs_v = tl.arange(0, DV)[None, :]
+    ptrs = out_ptr + token[:, None] * (HV * DV) + head * DV + offs_v
+    z = tl.load(x_ptr + token[:, None] * stride_x + CHANNELS + head * DV + offs_v, mask=mask, other=0.0)
+    out = _gated(tl.load(ptrs, mask=mask, other=0.0).to(tl.float32), z, norm_ptr + offs_v, eps, DV)
     tl.store(ptrs, out.to(out_ptr.dtype.element_ty), mask=mask)
 
 
