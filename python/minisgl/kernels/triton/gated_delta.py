@@ -122,15 +122,15 @@ def _gated(x, z, weight_ptrs, eps, DV: tl.constexpr):
 
 @triton.jit
 def _recent(
-    recent_ptr, decay_ptr, head, start, count, offs_v,
-    HK: tl.constexpr, HV: tl.constexpr, DK: tl.constexpr, DV: tl.constexpr, R: tl.constexpr, BLOCK_R: tl.constexpr,
+    recent_ptr, decay_ptr, head, start, stop, offs_v,
+    HK: tl.constexpr, HV: tl.constexpr, DK: tl.constexpr, DV: tl.constexpr, R: tl.constexpr,
 ):  # fmt: skip
-    """Load k and u of `count` tokens of a slot from position `start` on, zeros after them.
+    """Load k and u of the last TILE tokens of a slot before position `stop`, zeros before position `start`.
 
     Also return for each the sum of g after it, and the sum of all.
     """
-    offs_n = tl.arange(0, BLOCK_R)
-    mask, entry = offs_n < count, (start + offs_n) % R
+    position = tl.maximum(stop - TILE, start) + tl.arange(0, TILE)
+    mask, entry = position < stop, position % R
     ptrs = recent_ptr + (entry * (HK * DK + HV * DV))[:, None]
     keys = ptrs + (head // (HV // HK) * DK + tl.arange(0, DK))[None, :]
     us = ptrs + (HK * DK + head * DV + offs_v)[None, :]
@@ -176,34 +176,56 @@ def _inverse(a, PRECISION: tl.constexpr):
 
 
 @triton.jit
-def _one(q, k, v, beta, g, s, keys, us, after, total):
+def _one(
+    q, k, v, beta, g, s, recent_ptr, decay_ptr, head, state_len, start,
+    HK: tl.constexpr, HV: tl.constexpr, DK: tl.constexpr, DV: tl.constexpr, R: tl.constexpr,
+):  # fmt: skip
     """Return u and out [DV] of one token, in float32; see `_several`."""
-    keys, us, after, total = keys.to(tl.float32), us.to(tl.float32), tl.exp(after + g), tl.exp(total + g)
-    of_k = tl.sum(keys * k[None, :], 1) * after
-    of_q = tl.sum(keys * q[None, :], 1) * after
-    read = tl.sum(s * k[:, None], 0) * total + tl.sum(us * of_k[:, None], 0)
-    out = tl.sum(s * q[:, None], 0) * total + tl.sum(us * of_q[:, None], 0)
-    u = beta * (v - read)
-    return u, out + tl.sum(q * k, 0) * u
+    of_k, of_q = tl.zeros([TILE, DV], tl.float32), tl.zeros([TILE, DV], tl.float32)
+    total = g
+    for back in range(0, start - state_len, TILE):
+        keys, us, after, in_tile = _recent(
+            recent_ptr, decay_ptr, head, state_len, start - back, tl.arange(0, DV), HK, HV, DK, DV, R
+        )
+        keys, us, after = keys.to(tl.float32), us.to(tl.float32), tl.exp(after + total)
+        of_k += us * (tl.sum(keys * k[None, :], 1) * after)[:, None]
+        of_q += us * (tl.sum(keys * q[None, :], 1) * after)[:, None]
+        total += in_tile
+    total = tl.exp(total)
+    u = beta * (v - tl.sum(s * k[:, None], 0) * total - tl.sum(of_k, 0))
+    return u, tl.sum(s * q[:, None], 0) * total + tl.sum(of_q, 0) + tl.sum(q * k, 0) * u
 
 
 @triton.jit
-def _several(q, k, v, beta, g, s, keys, us, after, total, PRECISION: tl.constexpr):
-    """Return u and out [TILE, DV] of tokens (q, k, v, beta, g) that follow those of keys and us, which follow S."""
+def _several(
+    q, k, v, beta, g, s, recent_ptr, decay_ptr, head, state_len, start,
+    HK: tl.constexpr, HV: tl.constexpr, DK: tl.constexpr, DV: tl.constexpr, R: tl.constexpr, PRECISION: tl.constexpr,
+):  # fmt: skip
+    """Return u and out [TILE, DV] of tokens (q, k, v, beta, g) from position `start` on, for S as of `state_len`."""
+    dtype = recent_ptr.dtype.element_ty
     own = tl.cumsum(g, 0)
-    since = tl.exp(own[:, None] + after[None, :])
+    k16, q16 = k.to(dtype), q.to(dtype)
+    read, out = tl.zeros([TILE, DV], tl.float32), tl.zeros([TILE, DV], tl.float32)
+    total = 0.0
+    for back in range(0, start - state_len, TILE):
+        keys, us, after, in_tile = _recent(
+            recent_ptr, decay_ptr, head, state_len, start - back, tl.arange(0, DV), HK, HV, DK, DV, R
+        )
+        since = tl.exp(own[:, None] + (after + total)[None, :])
+        of_k = (tl.dot(k16, tl.trans(keys), input_precision=PRECISION) * since).to(dtype)
+        of_q = (tl.dot(q16, tl.trans(keys), input_precision=PRECISION) * since).to(dtype)
+        read = tl.dot(of_k, us, read, input_precision=PRECISION)
+        out = tl.dot(of_q, us, out, input_precision=PRECISION)
+        total += in_tile
+    decay = tl.exp(own + total)[:, None]
+    read += tl.dot(k, s, input_precision=PRECISION) * decay
+    out += tl.dot(q, s, input_precision=PRECISION) * decay
     within, is_before = _within(own)
-    all_decay = tl.exp(own + total)[:, None]
-    k16, q16 = k.to(keys.dtype), q.to(keys.dtype)
-    of_k = (tl.dot(k16, tl.trans(keys), input_precision=PRECISION) * since).to(keys.dtype)
-    of_q = (tl.dot(q16, tl.trans(keys), input_precision=PRECISION) * since).to(keys.dtype)
-    read = tl.dot(k, s, input_precision=PRECISION) * all_decay + tl.dot(of_k, us, input_precision=PRECISION)
-    out = tl.dot(q, s, input_precision=PRECISION) * all_decay + tl.dot(of_q, us, input_precision=PRECISION)
     products = tl.dot(k16, tl.trans(k16), input_precision=PRECISION) * within
     inverse = _inverse(tl.where(is_before, beta[:, None] * products, 0.0), PRECISION)
     u = tl.dot(inverse, beta[:, None] * (v - read), input_precision=PRECISION)
-    products = (tl.dot(q16, tl.trans(k16), input_precision=PRECISION) * within).to(keys.dtype)
-    return u, out + tl.dot(products, u.to(keys.dtype), input_precision=PRECISION)
+    products = (tl.dot(q16, tl.trans(k16), input_precision=PRECISION) * within).to(dtype)
+    return u, tl.dot(products, u.to(dtype), out, input_precision=PRECISION)
 
 
 @triton.jit(do_not_specialize_on_alignment=_POINTERS)
@@ -212,7 +234,7 @@ def _decode(
     state_lens_ptr, cu_query_lens_ptr, positions_ptr, out_ptr,
     stride_x, stride_ba, stride_delta, stride_recent, stride_decay, stride_ring, eps,
     HK: tl.constexpr, HV: tl.constexpr, DK: tl.constexpr, DV: tl.constexpr, R: tl.constexpr, WIDTH: tl.constexpr,
-    BLOCK_R: tl.constexpr, TOKENS: tl.constexpr, PRECISION: tl.constexpr, PDL: tl.constexpr,
+    TOKENS: tl.constexpr, PRECISION: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
     """Everything for up to TOKENS tokens of a sequence and a value head; grid (Hv, sequences)."""
     if PDL:
@@ -236,9 +258,6 @@ def _decode(
     ring_ptr += slot * stride_ring
     recent_ptr += slot * stride_recent
     decay_ptr += slot * stride_decay
-    keys, us, after, total = _recent(
-        recent_ptr, decay_ptr, head, state_len, start - state_len, offs_v, HK, HV, DK, DV, R, BLOCK_R
-    )
     if TOKENS == 1:
         tokens = count - 1
         token, mask = tokens, tokens == 0
@@ -264,9 +283,13 @@ def _decode(
         q, k = _unit(q), _unit(k)
     q *= DK**-0.5
     if TOKENS == 1:
-        u, out = _one(q, k, v, beta, g, s, keys, us, after, total)
+        u, out = _one(
+            q, k, v, beta, g, s, recent_ptr, decay_ptr, head, state_len, start, HK, HV, DK, DV, R
+        )
     else:
-        u, out = _several(q, k, v, beta, g, s, keys, us, after, total, PRECISION)
+        u, out = _several(
+            q, k, v, beta, g, s, recent_ptr, decay_ptr, head, state_len, start, HK, HV, DK, DV, R, PRECISION
+        )
     out = _gated(out, z, norm_ptr + offs_v - head * DV, eps, DV)
     tl.store(out_ptr + (first + token) * (HV * DV) + offs_v, out.to(dtype), mask=mask)
     has_key = head % (HV // HK) == 0
@@ -485,7 +508,7 @@ def gated_delta(qkvz: Tensor, ba: Tensor, weights: DeltaWeights, state: DeltaSta
         _decode[(heads, step.decodes)](
             *inputs, weights.norm, *state, step.slots, step.state_lens, step.cu_query_lens, step.positions, out,
             qkvz.stride(0), ba.stride(0), *(x.stride(0) for x in state), weights.eps, **sizes,
-            BLOCK_R=_block(entries), TOKENS=1 if step.shape.queries == 1 else TILE.value,
+            TOKENS=1 if step.shape.queries == 1 else TILE.value,
             num_warps=max(1, min(8, dk * dv // 2048)), **pdl_options(qkvz.device, step.decodes <= MAX_CHAINED),
         )  # fmt: skip
     if step.decodes < len(step.slots):
@@ -534,7 +557,7 @@ def _chunks(
 def _fold(
     delta_ptr, recent_ptr, decay_ptr, folds_ptr, stride_delta, stride_recent, stride_decay,
     layer_delta, layer_recent, layer_decay,
-    HK: tl.constexpr, HV: tl.constexpr, DK: tl.constexpr, DV: tl.constexpr, R: tl.constexpr, BLOCK_R: tl.constexpr,
+    HK: tl.constexpr, HV: tl.constexpr, DK: tl.constexpr, DV: tl.constexpr, R: tl.constexpr,
     BLOCK_V: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
     """S of a value head of a layer, BLOCK_V of its columns; grid (Dv / BLOCK_V, layers * Hv, N)."""
@@ -548,13 +571,15 @@ def _fold(
     s_ptrs = delta_ptr + layer * layer_delta + slot * stride_delta + head * DK * DV
     s_ptrs = s_ptrs + tl.arange(0, DK)[:, None] * DV + offs_v[None, :]
     s = tl.load(s_ptrs).to(tl.float32)
-    k, u, after, total = _recent(
-        recent_ptr + layer * layer_recent + slot * stride_recent,
-        decay_ptr + layer * layer_decay + slot * stride_decay,
-        head, start, stop - start, offs_v, HK, HV, DK, DV, R, BLOCK_R,
-    )  # fmt: skip
-    k = tl.trans(k.to(tl.float32) * tl.exp(after)[:, None])
-    s = tl.dot(k, u.to(tl.float32), s * tl.exp(total), input_precision=PRECISION)
+    recent_ptr += layer * layer_recent + slot * stride_recent
+    decay_ptr += layer * layer_decay + slot * stride_decay
+    new, total = tl.zeros([DK, BLOCK_V], tl.float32), 0.0
+    for back in range(0, stop - start, TILE):
+        k, u, after, in_tile = _recent(recent_ptr, decay_ptr, head, start, stop - back, offs_v, HK, HV, DK, DV, R)
+        k = tl.trans(k.to(tl.float32) * tl.exp(after + total)[:, None])
+        new = tl.dot(k, u.to(tl.float32), new, input_precision=PRECISION)
+        total += in_tile
+    s = s * tl.exp(total) + new
     tl.store(s_ptrs, s.to(delta_ptr.dtype.element_ty))
 
 
@@ -572,13 +597,9 @@ def fold(states: Sequence[DeltaState], folds: Tensor) -> None:
     block_v = min(dv, 64)
     _fold[(dv // block_v, len(states) * heads, len(folds))](
         delta, recent, decay, folds, delta.stride(0), recent.stride(0), decay.stride(0), *distances,
-        HK=(size - heads * dv) // dk, HV=heads, DK=dk, DV=dv, R=entries, BLOCK_R=_block(entries), BLOCK_V=block_v,
+        HK=(size - heads * dv) // dk, HV=heads, DK=dk, DV=dv, R=entries, BLOCK_V=block_v,
         PRECISION=_precision(recent.dtype),
     )  # fmt: skip
-
-
-def _block(entries: int) -> int:
-    return max(TILE.value, triton.next_power_of_2(entries))
 
 
 def _precision(dtype: torch.dtype) -> str:
