@@ -1,8 +1,8 @@
 """Gated DeltaNet: `ops/gated_delta.py`, which has the formulas and the letters in shapes, for a GPU.
 
-Decoding is one kernel: a program has a sequence and a value head, and only reads S. A chunk of a prompt takes three.
-`_prepare` does all that needs no S, for each block of BLOCK tokens at once. With G the sums of g since the block began,
-T = (I + A)^-1 and A[i, j] = beta[i] k[i].k[j] exp(G[i] - G[j]) for j < i (section 3.3 of the paper):
+Decoding is one kernel: a program has a sequence and a value head, and only reads S. Chunks of prompts take four. After
+the convolution, `_prepare` does what needs no S, for each block of BLOCK tokens at once. With G the sums of g since the
+block began, T = (I + A)^-1 and A[i, j] = beta[i] k[i].k[j] exp(G[i] - G[j]) for j < i (section 3.3 of the paper):
 
     W = T (beta exp(G) k);   U = T (beta v);   P[i, j] = q[i].k[j] exp(G[i] - G[j]) for j <= i
 
@@ -34,6 +34,7 @@ NORM_EPS = tl.constexpr(specification.NORM_EPS)
 TILE = tl.constexpr(16)  # the smallest side of a GEMM
 LAST = tl.constexpr(2**31 - 1)
 MIN_SEQUENCES: Final = 128  # below it, kernels are not compiled again for another number of chunks
+CONVOLVED: Final = 32  # tokens of a program
 SMS: Final = 132
 _POINTERS: Final = ["slots_ptr", "state_lens_ptr", "rows_ptr", "cu_query_lens_ptr", "captures_ptr"]
 
@@ -198,7 +199,7 @@ def _one(
 
 @triton.jit
 def _several(
-    q, k, v, beta, g, s, recent_ptr, decay_ptr, head, state_len, start,
+    q, k, v, beta, g, s_ptrs, recent_ptr, decay_ptr, head, state_len, start,
     HK: tl.constexpr, HV: tl.constexpr, DK: tl.constexpr, DV: tl.constexpr, R: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
     """Return u and out [TILE, DV] of tokens (q, k, v, beta, g) from position `start` on, for S as of `state_len`."""
@@ -218,6 +219,7 @@ def _several(
         out = tl.dot(of_q, us, out, input_precision=PRECISION)
         total += in_tile
     decay = tl.exp(own + total)[:, None]
+    s = tl.load(s_ptrs).to(tl.float32)  # only here, because it takes half of all registers
     read += tl.dot(k, s, input_precision=PRECISION) * decay
     out += tl.dot(q, s, input_precision=PRECISION) * decay
     within, is_before = _within(own)
@@ -252,7 +254,8 @@ def _decode(
         return
     offs_k, offs_v = tl.arange(0, DK), tl.arange(0, DV)
     s_ptrs = delta_ptr + slot * stride_delta + head * DK * DV + offs_k[:, None] * DV + offs_v[None, :]
-    s = tl.load(s_ptrs).to(tl.float32)
+    if TOKENS == 1:
+        s = tl.load(s_ptrs).to(tl.float32)
     start = tl.load(positions_ptr + first)
     x_ptr += first * stride_x
     ring_ptr += slot * stride_ring
@@ -283,12 +286,10 @@ def _decode(
         q, k = _unit(q), _unit(k)
     q *= DK**-0.5
     if TOKENS == 1:
-        u, out = _one(
-            q, k, v, beta, g, s, recent_ptr, decay_ptr, head, state_len, start, HK, HV, DK, DV, R
-        )
+        u, out = _one(q, k, v, beta, g, s, recent_ptr, decay_ptr, head, state_len, start, HK, HV, DK, DV, R)
     else:
         u, out = _several(
-            q, k, v, beta, g, s, recent_ptr, decay_ptr, head, state_len, start, HK, HV, DK, DV, R, PRECISION
+            q, k, v, beta, g, s_ptrs, recent_ptr, decay_ptr, head, state_len, start, HK, HV, DK, DV, R, PRECISION
         )
     out = _gated(out, z, norm_ptr + offs_v - head * DV, eps, DV)
     tl.store(out_ptr + (first + token) * (HV * DV) + offs_v, out.to(dtype), mask=mask)
@@ -297,9 +298,7 @@ def _decode(
     tl.store(recent_ptrs + HK * DK + offs_v, u.to(dtype), mask=mask)
     tl.store(recent_ptrs + key, k.to(dtype), mask=mask & has_key)
     tl.store(decay_ptr + (start + tokens) % R * HV + head, g, mask=tokens < count)
-    _keep_inputs(
-        x_ptr, stride_x, ring_ptr, ring_ptr, start, token, mask, key, value, has_key, HK * DK, RING, CHANNELS
-    )
+    _keep_inputs(x_ptr, stride_x, ring_ptr, ring_ptr, start, token, mask, key, value, has_key, HK * DK, RING, CHANNELS)
 
 
 @triton.jit
@@ -311,61 +310,91 @@ def _block_counts(cu_query_lens_ptr, num_seqs, SEQUENCES: tl.constexpr):
     return tl.cdiv(end - first, BLOCK)
 
 
+@triton.jit
+def _find(block, cu_query_lens_ptr, num_seqs, SEQUENCES: tl.constexpr):
+    """Return the sequence of a block (at least `num_seqs` if there is none), its first token, and that of the block.
+
+    The latter is counted from the former. Also return the number of the sequence's tokens.
+    """
+    ends = tl.cumsum(_block_counts(cu_query_lens_ptr, num_seqs, SEQUENCES), 0)
+    seq = tl.sum((ends <= block).to(tl.int32), 0)
+    begin = (block - tl.max(tl.where(ends <= block, ends, 0), 0)) * BLOCK
+    first = tl.load(cu_query_lens_ptr + tl.minimum(seq, num_seqs))
+    end = tl.load(cu_query_lens_ptr + tl.minimum(seq + 1, num_seqs))
+    return seq, first.to(tl.int64), begin, end - first
+
+
 @triton.jit(do_not_specialize=["num_seqs"], do_not_specialize_on_alignment=_POINTERS)
-def _prepare(
-    x_ptr, ba_ptr, conv_ptr, a_log_ptr, dt_bias_ptr, ring_ptr, slots_ptr, cu_query_lens_ptr, positions_ptr,
-    q_ptr, k_ptr, w_ptr, p_ptr, total_ptr, u_ptr, stride_x, stride_ba, stride_ring, num_seqs,
+def _convolve(
+    x_ptr, conv_ptr, ring_ptr, slots_ptr, cu_query_lens_ptr, positions_ptr, qk_ptr, v_ptr, stride_x, stride_ring,
+    num_seqs,
     HK: tl.constexpr, HV: tl.constexpr, DK: tl.constexpr, DV: tl.constexpr, R: tl.constexpr, WIDTH: tl.constexpr,
-    SEQUENCES: tl.constexpr, PRECISION: tl.constexpr,
+    SEQUENCES: tl.constexpr, TOKENS: tl.constexpr,
 ):  # fmt: skip
-    """q, k, W, P, G and U of a block and a value head; grid (Hv, at least the number of blocks)."""
+    """A head of q, k or v of TOKENS tokens of a block; grid (2 Hk + Hv, parts of at least the number of blocks)."""
     RING: tl.constexpr = R + WIDTH - 1
     CHANNELS: tl.constexpr = 2 * HK * DK + HV * DV
-    GROUP: tl.constexpr = HV // HK
     dtype = x_ptr.dtype.element_ty
-    head, block = tl.program_id(0), tl.program_id(1).to(tl.int64)
-    ends = tl.cumsum(_block_counts(cu_query_lens_ptr, num_seqs, SEQUENCES), 0)
-    if block >= tl.max(ends, 0):
+    head, block = tl.program_id(0), tl.program_id(1) // (BLOCK // TOKENS)
+    seq, first, begin, count = _find(block, cu_query_lens_ptr, num_seqs, SEQUENCES)
+    if seq >= num_seqs:
         return
-    seq = tl.sum((ends <= block).to(tl.int32), 0)
-    begin = (block - tl.max(tl.where(ends <= block, ends, 0), 0)).to(tl.int32) * BLOCK
-    first = tl.load(cu_query_lens_ptr + seq).to(tl.int64)
-    end = tl.load(cu_query_lens_ptr + seq + 1)
     start = tl.load(positions_ptr + first)
     x_ptr += first * stride_x
     ring_ptr += tl.load(slots_ptr + seq).to(tl.int64) * stride_ring
-    offs_k, offs_v, offs_t = tl.arange(0, DK)[None, :], tl.arange(0, DV)[None, :], tl.arange(0, BLOCK)
-    tokens = begin + offs_t
-    token, mask = tokens[:, None], (first + tokens < end)[:, None]
-    key = head // GROUP * DK + offs_k
-    beta, g = _beta_and_decay(ba_ptr, stride_ba, a_log_ptr, dt_bias_ptr, first + tokens, first + tokens < end, head, HV)
-    total = tl.cumsum(g, 0)
-    within, is_before = _within(total)
-    tl.store(total_ptr + (block * HV + head) * BLOCK + offs_t, total)
+    in_block = (tl.program_id(1) % (BLOCK // TOKENS) * TOKENS + tl.arange(0, TOKENS))[:, None]
+    token = begin + in_block
+    mask = token < count
+    if head < 2 * HK:
+        offs_k = tl.arange(0, DK)[None, :]
+        key = head * DK + offs_k
+        qk = _convolved(x_ptr, stride_x, ring_ptr, conv_ptr, start, token, mask, key, RING, CHANNELS, WIDTH)
+        qk = _unit(qk) * tl.where(head < HK, DK**-0.5, 1.0)
+        qk_ptrs = qk_ptr + ((block.to(tl.int64) * (2 * HK) + head) * BLOCK + in_block) * DK + offs_k
+        tl.store(qk_ptrs, qk.to(dtype))
+    else:
+        offs_v = (head - 2 * HK) * DV + tl.arange(0, DV)[None, :]
+        value = 2 * HK * DK + offs_v
+        v = _convolved(x_ptr, stride_x, ring_ptr, conv_ptr, start, token, mask, value, RING, CHANNELS, WIDTH)
+        tl.store(v_ptr + (first + token) * (HV * DV) + offs_v, v.to(dtype), mask=mask)
 
-    k = _convolved(x_ptr, stride_x, ring_ptr, conv_ptr, start, token, mask, HK * DK + key, RING, CHANNELS, WIDTH)
-    k = _unit(k).to(dtype)
-    offs_key = (block * HK + head // GROUP) * (BLOCK * DK) + offs_t[:, None] * DK + offs_k
-    if head % GROUP == 0:
-        tl.store(k_ptr + offs_key, k)
+
+@triton.jit(do_not_specialize=["num_seqs"], do_not_specialize_on_alignment=_POINTERS)
+def _prepare(
+    ba_ptr, a_log_ptr, dt_bias_ptr, cu_query_lens_ptr, qk_ptr, w_ptr, p_ptr, total_ptr, u_ptr, stride_ba, num_seqs,
+    HK: tl.constexpr, HV: tl.constexpr, DK: tl.constexpr, DV: tl.constexpr,
+    SEQUENCES: tl.constexpr, PRECISION: tl.constexpr,
+):  # fmt: skip
+    """W, P, G and, in place of v, U of a block and a value head; grid (Hv, at least the number of blocks)."""
+    dtype = u_ptr.dtype.element_ty
+    head, block = tl.program_id(0), tl.program_id(1)
+    seq, first, begin, count = _find(block, cu_query_lens_ptr, num_seqs, SEQUENCES)
+    if seq >= num_seqs:
+        return
+    block = block.to(tl.int64)
+    offs_t = tl.arange(0, BLOCK)
+    is_token = begin + offs_t < count
+    beta, g = _beta_and_decay(ba_ptr, stride_ba, a_log_ptr, dt_bias_ptr, first + begin + offs_t, is_token, head, HV)
+    total = tl.cumsum(g, 0)
+    tl.store(total_ptr + (block * HV + head) * BLOCK + offs_t, total)
+    within, is_before = _within(total)
+
+    offs_key = offs_t[:, None] * DK + tl.arange(0, DK)[None, :]
+    q_ptr = qk_ptr + (block * (2 * HK) + head // (HV // HK)) * (BLOCK * DK)
+    k = tl.load(q_ptr + HK * BLOCK * DK + offs_key)
+    p = tl.dot(tl.load(q_ptr + offs_key), tl.trans(k), input_precision=PRECISION) * within
+    p_ptr += (block * HV + head) * (BLOCK * BLOCK)
+    tl.store(p_ptr + offs_t[:, None] * BLOCK + offs_t[None, :], p.to(dtype))
     products = tl.dot(k, tl.trans(k), input_precision=PRECISION) * within
     inverse = _inverse(tl.where(is_before, beta[:, None] * products, 0.0), PRECISION).to(dtype)
     w = tl.dot(inverse, (k * (beta * tl.exp(total))[:, None]).to(dtype), input_precision=PRECISION)
-    w_ptrs = w_ptr + (block * HV + head) * (BLOCK * DK) + offs_t[:, None] * DK + offs_k
-    tl.store(w_ptrs, w.to(dtype))
+    tl.store(w_ptr + (block * HV + head) * (BLOCK * DK) + offs_key, w.to(dtype))
 
-    q = _convolved(x_ptr, stride_x, ring_ptr, conv_ptr, start, token, mask, key, RING, CHANNELS, WIDTH)
-    q = (_unit(q) * DK**-0.5).to(dtype)
-    if head % GROUP == 0:
-        tl.store(q_ptr + offs_key, q)
-    p = tl.dot(q, tl.trans(k), input_precision=PRECISION) * within
-    p_ptrs = p_ptr + (block * HV + head) * (BLOCK * BLOCK) + offs_t[:, None] * BLOCK + offs_t[None, :]
-    tl.store(p_ptrs, p.to(dtype))
-
-    value = 2 * HK * DK + head * DV + offs_v
-    v = _convolved(x_ptr, stride_x, ring_ptr, conv_ptr, start, token, mask, value, RING, CHANNELS, WIDTH)
+    u_ptr += (first + begin) * (HV * DV) + head * DV
+    u_ptrs = u_ptr + offs_t[:, None].to(tl.int64) * (HV * DV) + tl.arange(0, DV)[None, :]
+    v = tl.load(u_ptrs, mask=is_token[:, None], other=0.0)
     u = tl.dot(inverse, (v * beta[:, None]).to(dtype), input_precision=PRECISION)
-    tl.store(u_ptr + (first + token) * (HV * DV) + head * DV + offs_v, u.to(dtype), mask=mask)
+    tl.store(u_ptrs, u.to(dtype), mask=is_token[:, None])
 
 
 @triton.jit
@@ -388,7 +417,7 @@ def _advance(s, k_ptr, w_ptr, total_ptr, u_ptr, count, offs_v, PRECISION: tl.con
 
 @triton.jit(do_not_specialize=["num_seqs", "num_captures"], do_not_specialize_on_alignment=_POINTERS)
 def _scan(
-    x_ptr, q_ptr, k_ptr, w_ptr, p_ptr, total_ptr, out_ptr, delta_ptr, ring_ptr, slots_ptr, rows_ptr, cu_query_lens_ptr,
+    x_ptr, qk_ptr, w_ptr, p_ptr, total_ptr, out_ptr, delta_ptr, ring_ptr, slots_ptr, rows_ptr, cu_query_lens_ptr,
     positions_ptr, captures_ptr, stride_x, stride_delta, stride_ring, num_seqs, num_captures,
     HK: tl.constexpr, HV: tl.constexpr, DK: tl.constexpr, DV: tl.constexpr, R: tl.constexpr, WIDTH: tl.constexpr,
     BLOCK_V: tl.constexpr, SEQUENCES: tl.constexpr, CAPTURES: tl.constexpr, PRECISION: tl.constexpr,
@@ -419,8 +448,8 @@ def _scan(
     x_ptr += first * stride_x
     own_ring_ptr = ring_ptr + slot * stride_ring
     out_ptr += first * (HV * DV) + head * DV
-    q_ptr += (first_block * HK + head // (HV // HK)) * (BLOCK * DK)
-    k_ptr += (first_block * HK + head // (HV // HK)) * (BLOCK * DK)
+    q_ptr = qk_ptr + (first_block * (2 * HK) + head // (HV // HK)) * (BLOCK * DK)
+    k_ptr = q_ptr + HK * BLOCK * DK
     w_ptr += (first_block * HV + head) * (BLOCK * DK)
     p_ptr += (first_block * HV + head) * (BLOCK * BLOCK)
     total_ptr += (first_block * HV + head) * BLOCK
@@ -436,7 +465,8 @@ def _scan(
     is_own = (row == tl.load(rows_ptr + seq)) & (length > 0) & (length <= count)
     remaining = tl.where(is_own, length * CAPTURES + index, LAST)
     lo = 0
-    for number in range(tl.sum(is_own.to(tl.int32), 0) + 1):
+    captures = tl.sum(is_own.to(tl.int32), 0)
+    for number in range(captures + 1):
         capture = tl.min(remaining, 0)
         tokens = capture // CAPTURES
         hi = tl.minimum((tokens - 1) // BLOCK, tl.cdiv(count, BLOCK))
@@ -444,20 +474,20 @@ def _scan(
             in_block = tl.minimum(count - block * BLOCK, BLOCK)
             offs_block = (first_block - first_block + block) * BLOCK
             block_out_ptr = out_ptr + offs_block * (HV * DV)
-            q = tl.load(q_ptr + offs_block * (HK * DK) + offs_key)
+            q = tl.load(q_ptr + offs_block * (2 * HK * DK) + offs_key)
             p = tl.load(p_ptr + offs_block * (HV * BLOCK) + offs_p)
             out = tl.dot(q, s.to(dtype), input_precision=PRECISION)
             u, total, s = _advance(
-                s, k_ptr + offs_block * (HK * DK), w_ptr + offs_block * (HV * DK), total_ptr + offs_block * HV,
+                s, k_ptr + offs_block * (2 * HK * DK), w_ptr + offs_block * (HV * DK), total_ptr + offs_block * HV,
                 block_out_ptr, in_block, offs_v, PRECISION, HV * DV,
             )  # fmt: skip
             out = tl.dot(p, u.to(dtype), out * tl.exp(total)[:, None], input_precision=PRECISION)
             out_ptrs = block_out_ptr + offs_t[:, None].to(tl.int64) * (HV * DV) + offs_v[None, :]
             tl.store(out_ptrs, out.to(dtype), mask=(offs_t < in_block)[:, None])
-        if capture < LAST:
+        if number < captures:
             offs_block = hi.to(tl.int64) * BLOCK
-            of_u, of_total, captured = _advance(
-                s, k_ptr + offs_block * (HK * DK), w_ptr + offs_block * (HV * DK), total_ptr + offs_block * HV,
+            _u, _total, captured = _advance(
+                s, k_ptr + offs_block * (2 * HK * DK), w_ptr + offs_block * (HV * DK), total_ptr + offs_block * HV,
                 out_ptr + offs_block * (HV * DV), tokens - hi * BLOCK, offs_v, PRECISION, HV * DV,
             )  # fmt: skip
             target = tl.load(captures_ptr + capture % CAPTURES * 3 + 2).to(tl.int64)
@@ -502,23 +532,25 @@ def gated_delta(qkvz: Tensor, ba: Tensor, weights: DeltaWeights, state: DeltaSta
     out = qkvz.new_empty(len(qkvz), heads * dv)
     sizes: dict[str, Any] = {"HK": (size - heads * dv) // dk, "HV": heads, "DK": dk, "DV": dv, "R": entries}
     sizes |= {"WIDTH": weights.conv.shape[2], "PRECISION": _precision(qkvz.dtype)}
-    inputs = qkvz, ba, weights.conv, weights.a_log, weights.dt_bias
     if step.decodes:
+        # Two programs on an SM read S at the memory's rate; if each has an SM, several tokens need not spill registers.
+        limit = {"maxnreg": 128} if step.shape.queries == 1 or step.decodes * heads > SMS else {}
         assert step.shape.queries <= TILE.value, "more tokens than a tile has"
         _decode[(heads, step.decodes)](
-            *inputs, weights.norm, *state, step.slots, step.state_lens, step.cu_query_lens, step.positions, out,
+            qkvz, ba, weights.conv, weights.a_log, weights.dt_bias, weights.norm, *state,
+            step.slots, step.state_lens, step.cu_query_lens, step.positions, out,
             qkvz.stride(0), ba.stride(0), *(x.stride(0) for x in state), weights.eps, **sizes,
-            TOKENS=1 if step.shape.queries == 1 else TILE.value,
-            num_warps=max(1, min(8, dk * dv // 2048)), **pdl_options(qkvz.device, step.decodes <= MAX_CHAINED),
+            TOKENS=1 if step.shape.queries == 1 else TILE.value, num_warps=max(1, min(16, dk * dv // 2048)), **limit,
+            **pdl_options(qkvz.device, step.decodes <= MAX_CHAINED),
         )  # fmt: skip
     if step.decodes < len(step.slots):
-        _chunks(qkvz, inputs, weights, state, step, out, sizes)
+        _chunks(qkvz, ba, weights, state, step, out, sizes)
     return out
 
 
 def _chunks(
     qkvz: Tensor,
-    inputs: tuple[Tensor, ...],
+    ba: Tensor,
     weights: DeltaWeights,
     state: DeltaState,
     step: DeltaStep,
@@ -530,18 +562,25 @@ def _chunks(
     slots, rows, cu_query_lens = (x[step.decodes :] for x in (step.slots, step.rows, step.cu_query_lens))
     num_seqs, num_captures = len(slots), len(step.captures)
     blocks, is_wide = len(qkvz) // BLOCK.value + num_seqs, qkvz.element_size() == 4
-    q, k = (qkvz.new_empty(blocks, sizes["HK"], BLOCK.value, dk) for _ in range(2))
-    w, p = (qkvz.new_empty(blocks, heads, BLOCK.value, size) for size in (dk, BLOCK.value))
+    qk, w, p = (
+        qkvz.new_empty(blocks, number, BLOCK.value, size)
+        for number, size in ((2 * sizes["HK"], dk), (heads, dk), (heads, BLOCK.value))
+    )
     total = qkvz.new_empty(blocks, heads, BLOCK.value, dtype=torch.float32)
     sequences = max(MIN_SEQUENCES, triton.next_power_of_2(num_seqs))
+    _convolve[(2 * sizes["HK"] + heads, blocks * (BLOCK.value // CONVOLVED))](
+        qkvz, weights.conv, state.conv, slots, cu_query_lens, step.positions, qk, out,
+        qkvz.stride(0), state.conv.stride(0), num_seqs, **_without(sizes, "PRECISION"), SEQUENCES=sequences,
+        TOKENS=CONVOLVED, num_warps=8,
+    )  # fmt: skip
     _prepare[(heads, blocks)](
-        *inputs, state.conv, slots, cu_query_lens, step.positions, q, k, w, p, total, out,
-        qkvz.stride(0), inputs[1].stride(0), state.conv.stride(0), num_seqs, **sizes, SEQUENCES=sequences,
-        num_warps=4 if dk <= 128 and not is_wide else 8,
+        ba, weights.a_log, weights.dt_bias, cu_query_lens, qk, w, p, total, out, ba.stride(0), num_seqs,
+        **_without(sizes, "R", "WIDTH"), SEQUENCES=sequences,
+        **({"num_warps": 8} if is_wide or dk > 128 else {"maxnreg": 168}),  # the latter lets three run on an SM
     )  # fmt: skip
     block_v = min(dv, 64 if num_seqs * heads * dv >= 2 * SMS * 64 and not is_wide else 32)
     _scan[(heads * dv // block_v, num_seqs)](
-        qkvz, q, k, w, p, total, out, state.delta, state.conv, slots, rows, cu_query_lens, step.positions,
+        qkvz, qk, w, p, total, out, state.delta, state.conv, slots, rows, cu_query_lens, step.positions,
         step.captures, qkvz.stride(0), state.delta.stride(0), state.conv.stride(0), num_seqs, num_captures, **sizes,
         BLOCK_V=block_v, SEQUENCES=sequences, CAPTURES=triton.next_power_of_2(max(1, num_captures)),
         NUM_STAGES=1 if is_wide or dk > 128 else 2, num_warps=4,
@@ -600,6 +639,10 @@ def fold(states: Sequence[DeltaState], folds: Tensor) -> None:
         HK=(size - heads * dv) // dk, HV=heads, DK=dk, DV=dv, R=entries, BLOCK_V=block_v,
         PRECISION=_precision(recent.dtype),
     )  # fmt: skip
+
+
+def _without(sizes: dict[str, Any], *names: str) -> dict[str, Any]:
+    return {name: value for name, value in sizes.items() if name not in names}
 
 
 def _precision(dtype: torch.dtype) -> str:
