@@ -17,7 +17,10 @@ from minisgl.ops.quantized import Rounding, rounded
 
 @dataclass(frozen=True, slots=True)
 class OpTable:
-    """All ops by name. `reference`, `sampling` and `quantized` have their shapes and formulas, and are the defaults."""
+    """All ops by name.
+
+    `reference`, `gated_delta`, `sampling` and `quantized` have their shapes and formulas, and are the defaults.
+    """
 
     name: str = "reference"
     embedding: Callable[[Tensor, Tensor], Tensor] = reference.embedding
