@@ -639,7 +639,7 @@ def fold(states: Sequence[DeltaState], folds: Tensor) -> None:
     _fold[(dv // block_v, len(states) * heads, len(folds))](
         delta, recent, decay, folds, delta.stride(0), recent.stride(0), decay.stride(0), *distances,
         HK=(size - heads * dv) // dk, HV=heads, DK=dk, DV=dv, R=entries, BLOCK_V=block_v,
-        PRECISION=_precision(recent.dtype),
+        PRECISION=_precision(recent.dtype), num_warps=8 if dk * block_v > 4096 else 4,
     )  # fmt: skip
 
 
