@@ -472,7 +472,7 @@ def _scan(
         hi = tl.minimum((tokens - 1) // BLOCK, tl.cdiv(count, BLOCK))
         for block in tl.range(lo, hi, num_stages=NUM_STAGES):
             in_block = tl.minimum(count - block * BLOCK, BLOCK)
-            offs_block = (first_block - first_block + block) * BLOCK
+            offs_block = tl.cast(block, tl.int64) * BLOCK
             block_out_ptr = out_ptr + offs_block * (HV * DV)
             q = tl.load(q_ptr + offs_block * (2 * HK * DK) + offs_key)
             p = tl.load(p_ptr + offs_block * (HV * BLOCK) + offs_p)
