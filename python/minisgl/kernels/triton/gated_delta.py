@@ -472,7 +472,7 @@ def _scan(
         hi = tl.minimum((tokens - 1) // BLOCK, tl.cdiv(count, BLOCK))
         for block in tl.range(lo, hi, num_stages=NUM_STAGES):
             in_block = tl.minimum(count - block * BLOCK, BLOCK)
-            offs_block = (first_block - first_block + block) * BLOCK
+            offs_block = tl.cast(block, tl.int64) * BLOCK
             block_out_ptr = out_ptr + offs_block * (HV * DV)
             q = tl.load(q_ptr + offs_block * (2 * HK * DK) + offs_key)
             p = tl.load(p_ptr + offs_block * (HV * BLOCK) + offs_p)
@@ -578,12 +578,14 @@ def _chunks(
         **_without(sizes, "R", "WIDTH"), SEQUENCES=sequences,
         **({"num_warps": 8} if is_wide or dk > 128 else {"maxnreg": 168}),  # the latter lets three run on an SM
     )  # fmt: skip
-    block_v = min(dv, 64 if num_seqs * heads * dv >= 2 * SMS * 64 and not is_wide else 32)
+    # Wide parts if they fill the GPU; two on an SM then hide each other's loads, else the next block's loads are early.
+    are_many = num_seqs * heads * dv >= 2 * SMS * 64 and not is_wide
+    block_v = min(dv, 64 if are_many else 32)
     _scan[(heads * dv // block_v, num_seqs)](
         qkvz, qk, w, p, total, out, state.delta, state.conv, slots, rows, cu_query_lens, step.positions,
         step.captures, qkvz.stride(0), state.delta.stride(0), state.conv.stride(0), num_seqs, num_captures, **sizes,
         BLOCK_V=block_v, SEQUENCES=sequences, CAPTURES=triton.next_power_of_2(max(1, num_captures)),
-        NUM_STAGES=1 if is_wide or dk > 128 else 2, num_warps=4,
+        NUM_STAGES=1 if are_many or is_wide or dk > 128 else 2, num_warps=4,
     )  # fmt: skip
     tokens = 16
     _finish[(heads, triton.cdiv(len(qkvz), tokens))](
@@ -637,7 +639,7 @@ def fold(states: Sequence[DeltaState], folds: Tensor) -> None:
     _fold[(dv // block_v, len(states) * heads, len(folds))](
         delta, recent, decay, folds, delta.stride(0), recent.stride(0), decay.stride(0), *distances,
         HK=(size - heads * dv) // dk, HV=heads, DK=dk, DV=dv, R=entries, BLOCK_V=block_v,
-        PRECISION=_precision(recent.dtype),
+        PRECISION=_precision(recent.dtype), num_warps=8 if dk * block_v > 4096 else 4,
     )  # fmt: skip
 
 
