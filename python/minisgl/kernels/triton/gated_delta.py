@@ -579,13 +579,14 @@ def _chunks(
         **({"num_warps": 8} if is_wide or dk > 128 else {"maxnreg": 168}),  # the latter lets three run on an SM
     )  # fmt: skip
     # Wide parts if they fill the GPU; two on an SM then hide each other's loads, else the next block's loads are early.
+    # Not beside captures: S at a capture was wrong on an H200 (Triton 3.6) where the loop before it had two stages.
     are_many = num_seqs * heads * dv >= 2 * SMS * 64 and not is_wide
     block_v = min(dv, 64 if are_many else 32)
     _scan[(heads * dv // block_v, num_seqs)](
         qkvz, qk, w, p, total, out, state.delta, state.conv, slots, rows, cu_query_lens, step.positions,
         step.captures, qkvz.stride(0), state.delta.stride(0), state.conv.stride(0), num_seqs, num_captures, **sizes,
         BLOCK_V=block_v, SEQUENCES=sequences, CAPTURES=triton.next_power_of_2(max(1, num_captures)),
-        NUM_STAGES=1 if are_many or is_wide or dk > 128 else 2, num_warps=4,
+        NUM_STAGES=1 if are_many or is_wide or dk > 128 or num_captures else 2, num_warps=4,
     )  # fmt: skip
     tokens = 16
     _finish[(heads, triton.cdiv(len(qkvz), tokens))](
