@@ -47,9 +47,9 @@ PAGE_WRITE: Final = np.dtype([("group", "<i4"), ("row", "<i4"), ("index", "<i4")
 # after its first `position` tokens.
 COPY: Final = np.dtype([("source", "<i4"), ("target", "<i4"), ("row", "<i4"), ("position", "<i4")])
 
-# A copy of a page between the pool and a slot of a tier (`kvcache/storage.py`). `name` identifies the page's tokens and
-# all before them, so that a slot with another page is noticed.
-MOVE: Final = np.dtype([("page", "<i4"), ("tier", "<i4"), ("slot", "<i4"), ("kind", "<i4"), ("name", "<i8")])
+# A copy of a unit, a page or a part of one, between the device's memory and a slot of a tier (`kvcache/storage.py`).
+# `name` identifies the text that it belongs to, so that a slot with something else is noticed.
+MOVE: Final = np.dtype([("unit", "<i4"), ("tier", "<i4"), ("slot", "<i4"), ("kind", "<i4"), ("name", "<i8")])
 STORE, LOAD = range(2)  # kinds of moves
 
 
