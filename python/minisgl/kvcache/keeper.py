@@ -86,7 +86,7 @@ class TierKeeper:
         self.forget(node, location)
 
     def forget(self, node: Node, location: int) -> None:
-        """Remove the snapshot of an unlocked node from a tier, if it is there."""
+        """Remove the snapshot of a node from a tier, if it is there; no request may await it."""
         if (saved := self.saved[location].pop(node, None)) is not None:
             self.tiers[location - 1].free(saved.slots)
 
@@ -138,7 +138,7 @@ class TierKeeper:
             self.store(node, location)
         self._tree.lock(node, unlock=True)
         passed = found.passed_by(node, saved)
-        if fits and passed is not None and saved[passed].reason is Reason.END and not passed.ref_count:
+        if fits and passed is not None and saved[passed].reason is Reason.END and passed not in found.awaited:
             self.forget(passed, location)
         return -(-count // self._page_units) if fits else 0
 
@@ -202,7 +202,7 @@ class TierKeeper:
                     self._tree.trim(node, num_pages - count)
                     node.tried_at = node.timestamp if lasts else node.tried_at
                     count += self.save(node, location, evicts=lasts) or self.store(node, location, evicts=lasts)
-        return count
+        return count + len(self._moves)  # with what was evicted since the last plan
 
     def pop_moves(self, num_next: int, max_stores: int) -> Records:
         """See `PrefixCache.pop_moves`."""
