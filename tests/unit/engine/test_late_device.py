@@ -285,9 +285,7 @@ def test_state_of_a_recurrent_layer_follows_its_text(
         assert scheduler.stats.cached_tokens > 0
 
 
-@pytest.mark.parametrize(
-    ("window", "recurs"), [(9, False), pytest.param(None, True, marks=pytest.mark.slow), (9, True)]
-)
+@pytest.mark.parametrize(("window", "recurs"), [(9, False), (9, True)])
 def test_snapshots_come_back_from_tiers_as_they_were(
     folder: Path, window: int | None, recurs: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -296,7 +294,7 @@ def test_snapshots_come_back_from_tiers_as_they_were(
     monkeypatch.setitem(MIXERS._entries, "Decay", _Entry("support.toy_recurrence:DecayMixer", None))
     monkeypatch.setattr(storage, "_page_seconds", lambda folder, size: 1e-9)
     model: dict[str, Any] = {"window": window, "recurs": recurs, "speculate": "off"}
-    requests = make_requests(7)[:14]
+    requests = make_requests(7)[:12]
     alone, _ = run(folder, CpuDevice(1), requests, cache_type="naive", **model)
     model |= {"page_size": 4, "num_pages": 40, "max_running_requests": 6, "max_prefill_length": 32}
     disk = {"disk_kv": (tmp_path / "kv", 1 << 19)}

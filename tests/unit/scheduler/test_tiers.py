@@ -66,9 +66,9 @@ def test_random_traces_with_snapshots_in_tiers(damage: float, depth: int, small_
     """Windows and recurrent states, in slots that hold a part of a page of the group with the largest."""
     tiers = [replace(HOST, num_slots=160), replace(DISK, num_slots=240)]
     stored = loaded = lost = saved = 0
-    for seed in range(6):
-        kinds, speculate = ("window", "state", "window state")[seed % 3], "auto" if seed == 3 else "off"
-        h, _ = run_random_trace(300 + 10 * depth + seed, depth, speculate, tiers, damage, bounded=kinds)
+    for kinds in ("window", "state", "window state"):
+        speculate = "auto" if kinds == "window state" else "off"
+        h, _ = run_random_trace(10, depth, speculate, tiers, damage, bounded=kinds)
         h.step()  # what was evicted at the end
         assert {*h.errors.values()} <= {"", "no grammar"}
         found = h.scheduler.cache.prefix.tiers
@@ -76,7 +76,7 @@ def test_random_traces_with_snapshots_in_tiers(damage: float, depth: int, small_
         assert h.engine.num_moves == counts[:2]
         stored, loaded, lost = (a + b for a, b in zip((stored, loaded, lost), counts, strict=True))
         saved += len(h.scheduler.cache.prefix._keeper.saved[1])  # type: ignore[attr-defined]
-    assert stored > 500 and loaded > 50 and saved > 6
+    assert stored > 500 and loaded > 200 and saved > 3
     assert (lost > 0) == (damage > 0)
 
 
@@ -290,7 +290,7 @@ def test_a_snapshot_is_loaded_in_parts_and_may_be_aborted(bounded: Harness, smal
     first, second = (h.add([*prompt, i], 2, ignore_eos=True) for i in range(2))
     for _ in range(10):
         h.step()
-    assert 5 < h.engine.num_moves[1] and not h.outputs[first]
+    assert h.engine.num_moves[1] > 5 and not h.outputs[first]
     h.abort(first)
     h.finish_all()
     h.check_outputs()
