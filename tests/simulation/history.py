@@ -152,7 +152,7 @@ class History:
         pages = -(-MAX_LEN // page_size)
         self.vocab = rng.choice((7, len(BYTES)))  # the smaller, the sooner an EOS
         tiers = [tier for tier in TIERS if rng.random() < 0.3]
-        kinds = "" if tiers else ("", "window", "state", "window state")[seed // 5 % 4]  # of bounded state
+        kinds = ("", "window", "state", "window state")[seed // 5 % 4]  # of bounded state
         is_damaged = bool(tiers) and rng.random() < 0.5
         new_engine = partial(
             FakeEngine,

@@ -80,6 +80,16 @@ def expected_output(
     return ids[len(prompt) :]
 
 
+def unit_ids(blocks: Blocks, group: int, page: int) -> list[int]:
+    return blocks.units_of(group, [page])[0].tolist()
+
+
+def planned_units(cache: CacheManager) -> set[int]:
+    """The units of copies to and from tiers that will be in the next plan."""
+    moves = cache.prefix._keeper._moves if cache.prefix.tiers else []  # type: ignore[attr-defined]
+    return {unit for some in moves for unit in some["unit"].tolist()}
+
+
 class FakeOutput:
     def __init__(self, engine: FakeEngine, plan: BatchPlan) -> None:
         self.engine, self.plan = engine, plan
@@ -128,7 +138,7 @@ class FakeEngine:
         per_block: tuple[int, ...] = (1, 1, 1),
     ) -> None:
         """There are blocks for `num_pages` pages of FULL and for `room` of each of `bounded`; any may take them."""
-        count = num_pages // per_block[FULL]
+        count = -(-num_pages // per_block[FULL])
         count += sum(-(-pages // per_block[b.group]) for b, pages in zip(bounded, room, strict=True))
         self.blocks = Blocks(count, per_block)
         self.page_size, self.max_running_requests = page_size, rows
@@ -139,6 +149,7 @@ class FakeEngine:
         # A block has words for the pages of any group. The last block is never owned.
         width = max(2 + RECENT, page_size)
         memory = np.full((self.blocks.count + 1, math.lcm(*per_block) * width), POISON, np.int64)
+        self.units = memory.reshape(-1, width)
         self.kv, self.windows, self.states = (
             memory.reshape(memory.shape[0] * pages, -1)[:, :used]
             for pages, used in zip(per_block, (page_size, page_size, 2 + RECENT), strict=True)
@@ -198,42 +209,52 @@ class FakeEngine:
         """Poison whatever becomes free in `cache`."""
         cache.on_free = self.poison
         for pool in [] if cache.bounded is None else cache.bounded.pools:
-            pool.release = partial(self._poison_released, pool, pool.release)  # type: ignore[method-assign]
+            release = partial(self._poison_released, cache, pool, pool.release)
+            pool.release = release  # type: ignore[method-assign]
 
-    def _poison_released(self, pool: IdPool, release: Callable[[list[int]], None], ids: list[int]) -> None:
-        self.poison([i for i in ids if i not in pool.others], pool.group)
-        release(ids)
+    def _poison_released(
+        self, cache: CacheManager, pool: IdPool, release: Callable[..., None], ids: list[int], *, last: bool = False
+    ) -> None:
+        copied = {move[0] for move in self.moves} | planned_units(cache)  # not before it is in its tier
+        freed = [i for i in ids if i not in pool.others and not copied & {*unit_ids(self.blocks, pool.group, i)}]
+        self.poison(freed, pool.group)
+        release(ids, last=last)
 
     def poison(self, pages: list[int], group: int = FULL) -> None:
         """What a free page holds; called at once, not in device order, to punish early frees."""
         (self.kv, self.windows, self.states)[group][pages] = POISON
 
     def move(self, move: tuple[int, ...]) -> None:
-        """Copy a page to a slot or back, once, after the earlier moves of this page or slot."""
+        """Copy a unit to a slot or back, once, after the earlier moves of this unit or slot."""
         if move not in self.moves:
             return
-        page, tier, slot, kind, name, _ = move
+        unit, tier, slot, kind, name, _ = move
         for earlier in self.moves[: self.moves.index(move)]:
-            if earlier[0] == page or earlier[1:3] == (tier, slot):
+            if earlier[0] == unit or earlier[1:3] == (tier, slot):
                 self.move(earlier)
         self.moves.remove(move)
         if kind != LOAD:
-            assert (self.kv[page] >= 0).all(), f"page {page} is stored after it was freed: {self.kv[page]}"
-            self.slots[tier][slot] = name, self.kv[page].copy()
+            is_free = not self.bounded and (self.kv[unit] < 0).any()
+            assert not is_free, f"page {unit} is stored after it was freed: {self.kv[unit]}"
+            self.slots[tier][slot] = name, self.units[unit].copy()
             return
         stored, tokens = self.slots[tier][slot]
-        assert stored == name, f"slot {slot} of tier {tier} holds another page"
+        assert stored == name, f"slot {slot} of tier {tier} holds something else"
         is_damaged = (tier, slot) in self.damaged
         self.damaged.discard((tier, slot))
-        self.kv[page] = DAMAGED if is_damaged else tokens
+        self.units[unit] = DAMAGED if is_damaged else tokens
 
     def execute(self, plan: BatchPlan, moves: Sequence[tuple[int, ...]] = ()) -> StepResult:
-        written = {*(plan.page_writes if len(plan.slots) else plan.moves)["page"].tolist()}
+        for slot, start, stop in plan.folds.tolist():
+            self._fold(slot, start, stop)
+        written = {*([] if len(plan.slots) else plan.moves["unit"].tolist())}
+        copies = [(STATE, target) for target in [*plan.restores["target"], *plan.captures["target"]]]
+        writes = plan.page_writes[(plan.page_writes["group"] != STATE) | (plan.page_writes["index"] == SLOT_ID)]
+        for group, page in [*writes[["group", "page"]].tolist(), *copies]:
+            written |= {*unit_ids(self.blocks, group, page)}
         for move in [*self.moves]:
             if move[0] in written or (move in moves and move[3] == LOAD):
                 self.move(move)
-        for slot, start, stop in plan.folds.tolist():
-            self._fold(slot, start, stop)
         for group, row, index, page in plan.page_writes.tolist():
             (self.page_table, self.window_table, self.state_table)[group][row, index] = page
         self.captures = plan.captures.tolist()
@@ -249,6 +270,7 @@ class FakeEngine:
         for row, start, stop, flags in plan.slots.tolist():
             if flags & Flag.DRAFTS and self._is_damaged(row, int(self.length[row]) - 1):
                 count = stop - start
+                masks = masks[count if flags & Flag.MASKED else 0 :]
                 sampled += [0] * count
                 finite += [False] * count
                 confirmed += [i == 0 for i in range(count)]
@@ -281,7 +303,8 @@ class FakeEngine:
             sequence = self.kv[pages].reshape(-1)[:stop]
             is_damaged = self._is_damaged(row, stop)
             assert is_damaged or (sequence >= 0).all(), f"row {row} reads what was freed or never written: {sequence}"
-            self._check_state(row, sequence)
+            if not is_damaged:
+                self._check_state(row, sequence)
             if flags & Flag.SAMPLES:
                 allowed = masks.pop(0) if flags & Flag.MASKED else None
                 self.last_token[row] = next_token(sequence, self.vocab, allowed)
@@ -330,10 +353,15 @@ class FakeEngine:
             pages, offsets = read // self.page_size, read % self.page_size
             window = self.windows[self.window_table[row, pages], offsets]
             text = self.kv[self.page_table[row, pages], offsets]
-            assert (window == text).all(), f"row {row} has at {position} the window {window} of {text}"
+            is_damaged = (window == DAMAGED) | (text == DAMAGED)
+            assert (is_damaged | (window == text)).all(), f"row {row} has at {position} the window {window} of {text}"
+            if is_damaged.any():  # so is what is computed from it
+                self.kv[self.page_table[row, page], offset] = DAMAGED
         if self.has_state:
             state, state_len = self.states[self.state_table[row, SLOT_ID]], self.state_table[row, STATE_LEN]
             length, checksum = state[:2].tolist() if position else (0, 0)
+            if length == DAMAGED:
+                self.kv[self.page_table[row, page], offset], length, checksum = DAMAGED, position, 0
             where = f"row {row} computes position {position} from a state of {length} tokens, planned {state_len}"
             if not in_chunk:
                 assert length == state_len and 0 <= position - length < RECENT, where

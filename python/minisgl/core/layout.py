@@ -54,9 +54,9 @@ COPY: Final = np.dtype([("source", "<i4"), ("target", "<i4"), ("row", "<i4"), ("
 FOLD: Final = np.dtype([("slot", "<i4"), ("start", "<i4"), ("stop", "<i4")])
 FOLD_TOKENS: Final = 16
 
-# A copy of a page between the pool and a slot of a tier (`kvcache/storage.py`). `name` identifies the page's tokens and
-# all before them, so that a slot with another page is noticed.
-MOVE: Final = np.dtype([("page", "<i4"), ("tier", "<i4"), ("slot", "<i4"), ("kind", "<i4"), ("name", "<i8")])
+# A copy of a unit, a page or a part of one, between the device's memory and a slot of a tier (`kvcache/storage.py`).
+# `name` identifies the text that it belongs to, so that a slot with something else is noticed.
+MOVE: Final = np.dtype([("unit", "<i4"), ("tier", "<i4"), ("slot", "<i4"), ("kind", "<i4"), ("name", "<i8")])
 STORE, LOAD = range(2)  # kinds of moves
 
 

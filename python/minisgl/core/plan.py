@@ -72,7 +72,7 @@ class BatchPlan:
                                        after tokens whose logits are sampled
     histories          int32 [H]       history records of rows that begin to draft, concatenated
     proposals          PROPOSAL [D]    drafts from the host
-    moves              MOVE [N]        pages to copy to and from tiers, in this order, before anything else
+    moves              MOVE [N]        units to copy to and from tiers, in this order, before anything else
     restores           COPY [K]        STATE to copy from snapshots to rows, after earlier steps and before this one; a
                                        row's first slot may be in a later plan
     captures           COPY [C]        STATE to copy from rows to snapshots within the step, when the row's chunk has

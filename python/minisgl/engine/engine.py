@@ -7,10 +7,11 @@ import logging
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
+import numpy as np
 import torch
 
 from minisgl.checkpoint.hf import fingerprint
-from minisgl.core.layout import FULL, STATE, STATE_LEN, WINDOW
+from minisgl.core.layout import FULL, NO_INTS, SLOT_ID, STATE, STATE_LEN, WINDOW
 from minisgl.core.params import MAX_LOGIT_BIASES, MAX_STOP_TOKENS, Limits
 from minisgl.device.create import create_device
 from minisgl.device.device import Device
@@ -36,7 +37,7 @@ from minisgl.speculative import DRAFTERS
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
-    from minisgl.core.layout import Records
+    from minisgl.core.layout import Ints, Records
     from minisgl.core.plan import BatchPlan, StepCosts
     from minisgl.kvcache.storage import Store
     from minisgl.settings.options import EngineConfig
@@ -109,12 +110,11 @@ class Engine:
         """Start a step after those launched before, with the first runner that fits; its moves come first."""
         if len(folds := plan.folds):
             self.device.submit(lambda: self._fold(folds), 0.0)
-        if not len(plan.slots):
-            self.mover.launch(plan.moves, plan.moves["page"])
-            return ForwardOutput(plan, lambda masks: self.device.submit(lambda: NO_TOKENS, 0.0))
-        others = self.mover.launch(plan.moves, plan.page_writes["page"])
+        others = self.mover.launch(plan.moves, self._written(plan) if self.tiers else NO_INTS)
         if len(restores := plan.restores):
             self.device.submit(lambda: self._restore(restores), 0.0)
+        if not len(plan.slots):
+            return ForwardOutput(plan, lambda masks: self.device.submit(lambda: NO_TOKENS, 0.0))
         output = next(r for r in self.runners if r.fits(plan)).launch(plan)
         self.mover.start(others)  # the host need not start these before the step
         return output
@@ -122,6 +122,15 @@ class Engine:
     def _fold(self, folds: Records) -> torch.Tensor:
         self.parts.fold(folds)
         return NO_TOKENS
+
+    def _written(self, plan: BatchPlan) -> Ints:
+        """Return the units that a step may write; of one that only moves and restores, all that it moves, too."""
+        writes, copies = plan.page_writes, np.concatenate([plan.restores["target"], plan.captures["target"]])
+        writes = writes[(writes["group"] != STATE) | (writes["index"] == SLOT_ID)]
+        groups = [writes["page"][writes["group"] == group] for group in range(len(self.blocks.pages))]
+        units = [self.blocks.units_of(group, pages).ravel() for group, pages in enumerate(groups)]
+        units += [self.blocks.units_of(STATE, copies).ravel()] if len(copies) else []
+        return np.concatenate([*units, plan.moves["unit"][: 0 if len(plan.slots) else None]])
 
     def _restore(self, copies: Records) -> torch.Tensor:
         self.parts.store.copy(copies["source"], copies["target"])
@@ -151,6 +160,8 @@ class Engine:
                 "layout": self.general.name,
                 "dtype": str(s.dtype),
             }
+            if pool.unit_bytes != pool.strides[FULL] or len(pool.strides) > 1:
+                owner["bytes of a unit"] = pool.unit_bytes
             if s.draft is not None:  # its state is in the pages
                 owner["drafter"] = fingerprint(s.draft.folder, has_weights=not s.dummy_weight)
             stores.append(DiskStore(pool, folder, size // s.info.size, s.info.rank, owner))

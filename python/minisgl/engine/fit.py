@@ -52,8 +52,7 @@ class Checkpoint:
         embedder = read_embedder(folder)
         raw = raw if embedder is None else decoder_config(raw)
         model = fallback_config(raw) if config.model_impl == "transformers" else ModelConfig.from_hf(raw)
-        # Tiers hold only pages that live as long as the text.
-        model = replace(model, gives_back=embedder is None and not config.host_kv and config.disk_kv is None)
+        model = replace(model, gives_back=embedder is None)
         asked = config.speculate or "auto"
         if asked == "auto" and not model.is_fallback and choose_device(config.device) == "cpu" and has_head(folder):
             asked = f"eagle3:{folder / HEAD_FOLDER}"

@@ -8,11 +8,16 @@ from __future__ import annotations
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import Final
+from typing import TYPE_CHECKING, Final
+
+import numpy as np
 
 from minisgl.core.errors import InvariantError
 from minisgl.core.layout import FULL, STATE
 from minisgl.core.rounding import ceil_div, round_up
+
+if TYPE_CHECKING:
+    from minisgl.core.plan import Ints
 
 ALIGNMENT: Final = 256  # of a page, in bytes
 MAX_WASTE: Final = 0.05  # part of a block that its pages may leave
@@ -21,7 +26,10 @@ MAX_PAGES: Final = 8  # of the group with the largest ones, in a block
 
 @dataclass(frozen=True, slots=True)
 class Blocks:
-    """How many blocks there are, and how many pages of each group are in one."""
+    """How many blocks there are, and how many pages of each group are in one.
+
+    A *unit* is the largest part of a block of which every page has a whole number: what a slot of a tier holds.
+    """
 
     count: int
     pages: tuple[int, ...] = (1,)
@@ -30,10 +38,21 @@ class Blocks:
         """Return the number of page ids of a group: block b has those from b * pages on."""
         return self.count * self.pages[group]
 
+    @property
+    def units(self) -> int:
+        """The number of units in a block."""
+        return math.lcm(*self.pages)
+
+    def units_of(self, group: int, pages: Ints | Sequence[int]) -> Ints:
+        """Return the units of some pages [n] of a group, int32 [n, units of a page]."""
+        size = self.units // self.pages[group]
+        first: Ints = np.asarray(pages, np.int32) * np.int32(size)
+        return np.add.outer(first, np.arange(size, dtype=np.int32))
+
     def spread(self) -> list[range]:
         """Return page ids of each group that share no block: a text has as many of FULL and WINDOW, and one slot."""
         has_state = len(self.pages) > STATE
-        shares = [1 if has_state else math.lcm(*self.pages) // count for count in self.pages]
+        shares = [1 if has_state else self.units // count for count in self.pages]
         ends = [self.count * sum(shares[:i]) // sum(shares) for i in range(len(shares) + 1)]
         return [range(ends[i] * count, ends[i + 1] * count) for i, count in enumerate(self.pages)]
 

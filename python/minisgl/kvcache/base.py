@@ -21,7 +21,8 @@ if TYPE_CHECKING:
 class CacheHandle:
     """A cached prefix of `num_pages` pages, up to and including `node`; valid only while locked.
 
-    In a model with bounded state, a match ends at a snapshot, and more pages are cached, up to `branch`.
+    In a model with bounded state, a match ends at a snapshot, and more pages are cached, up to `branch`. So the prefix
+    can be used once its pages and the snapshot are on the device.
     """
 
     num_pages: int
@@ -61,7 +62,7 @@ class PrefixCache(ABC):
     non-finite one.
 
     A cache with `snapshots` (of a model with bounded state) finds only prefixes that end at one, and evicts a node with
-    its snapshot, and then the nodes above from which no text can go on.
+    its snapshot, and then the nodes above from which no text can go on. Tiers keep snapshots, too.
     """
 
     tiers: Sequence[Tier] = ()
@@ -72,8 +73,11 @@ class PrefixCache(ABC):
         """Set the current time, which is recorded at each use of a prefix, to the number of a step."""
 
     @abstractmethod
-    def match_prefix(self, input_ids: Ints, salt: bytes = b"") -> MatchResult:
-        """Return the longest cached prefix of `input_ids` in whole pages. The caller locks the handle to keep it."""
+    def match_prefix(self, input_ids: Ints, salt: bytes = b"", *, anywhere: bool = False) -> MatchResult:
+        """Return the longest cached prefix of `input_ids` in whole pages. The caller locks the handle to keep it.
+
+        With snapshots, return the prefix that saves the most time; `anywhere`, the longest, which may end at none.
+        """
 
     @abstractmethod
     def insert_prefix(self, input_ids: Ints, pages: Ints, salt: bytes = b"") -> MatchResult:
@@ -112,13 +116,24 @@ class PrefixCache(ABC):
         """
         raise NotImplementedError("there are no tiers")
 
+    def fetch(self, handle: CacheHandle) -> None:  # noqa: B027, nothing to do without tiers
+        """Give a locked prefix a snapshot on the device that `load_snapshot` loads, unless it has one.
+
+        There must be enough ids.
+        """
+
+    def load_snapshot(self, handle: CacheHandle, count: int) -> None:
+        """Load `count` units more of a snapshot that was fetched."""
+        raise NotImplementedError("there are no tiers")
+
     def mark_intact(self, handle: CacheHandle) -> None:  # noqa: B027, nothing to do without tiers
         """Record that a finite result was computed from this prefix, so its loaded pages are intact."""
 
-    def drop_damaged(self, handle: CacheHandle) -> bool:
+    def drop_damaged(self, handle: CacheHandle, *, with_snapshot: bool = False) -> bool:
         """Drop the loaded pages of this prefix that are not marked as intact, and all pages below them.
 
-        Return false if there are none. Requests that have locked such pages keep them until they unlock.
+        `with_snapshot`: the prefix's snapshot may be damaged, and is dropped, too. Return false if there are none.
+        Requests that have locked such pages keep them until they unlock.
         """
         return False
 
@@ -129,6 +144,13 @@ class PrefixCache(ABC):
     def prune(self, node: Any) -> Ints:
         """Remove the end of an unlocked prefix without a snapshot or continuation, and so on; return its pages' ids."""
         return NO_INTS
+
+    def drop_snapshot(self, node: Any, *, everywhere: bool = False) -> Ints:
+        """Remove the snapshot of a node from the device (`everywhere`: and from tiers), and prune the node.
+
+        Return the ids of pages that have become free.
+        """
+        raise NotImplementedError("there are no snapshots")
 
     def write_back(self, num_pages: int, *, lasting: bool) -> int:
         """Store about `num_pages` pages in tiers; with `lasting`, only in tiers that outlive the process.

@@ -26,7 +26,7 @@ class NaiveCacheManager(PrefixCache):
     def tick(self, step: int) -> None:
         pass
 
-    def match_prefix(self, input_ids: Ints, salt: bytes = b"") -> MatchResult:
+    def match_prefix(self, input_ids: Ints, salt: bytes = b"", *, anywhere: bool = False) -> MatchResult:
         return MatchResult(CacheHandle(0, None), np.empty(0, np.int32))
 
     def insert_prefix(self, input_ids: Ints, pages: Ints, salt: bytes = b"") -> MatchResult:

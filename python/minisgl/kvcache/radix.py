@@ -29,7 +29,7 @@ class RadixCache(PrefixCache):
         self.tiers = list(tiers)
         self.tree = PrefixTree(page_size, 1 + len(self.tiers))
         self._feed = RouterFeed(page_size)
-        self._keeper = TierKeeper(self.tree, self.tiers, self._feed)
+        self._keeper = TierKeeper(self.tree, self.tiers, self._feed, snapshots)
         self.snapshots = snapshots
 
     def tick(self, step: int) -> None:
@@ -37,11 +37,22 @@ class RadixCache(PrefixCache):
 
     # -- the operations on prefixes
 
-    def match_prefix(self, input_ids: Ints, salt: bytes = b"") -> MatchResult:
-        found = node = self.tree.walk(input_ids, salt)
-        while self.snapshots is not None and found not in self.snapshots.of and found.parent is not None:
-            found = found.parent
-        return self._match(found, node.depth)
+    def match_prefix(self, input_ids: Ints, salt: bytes = b"", *, anywhere: bool = False) -> MatchResult:
+        end = self.tree.walk(input_ids, salt)
+        found = end if anywhere or self.snapshots is None else self._best_snapshot(end)
+        return self._match(found, end.depth)
+
+    def _best_snapshot(self, end: Node) -> Node:
+        """Return the node with the snapshot from which the text up to `end` takes the least time to load and compute.
+
+        That is the root if computing all of it is quicker.
+        """
+        best, least, loading = self.tree.root, float(end.depth), 0.0
+        for node in self.tree.path(end):
+            loading += node.length * (self.tiers[node.location - 1].cost if node.location > DEVICE else 0.0)
+            if (cost := loading + self._keeper.snapshot_cost(node) + end.depth - node.depth) <= least:
+                best, least = node, cost
+        return best
 
     def insert_prefix(self, input_ids: Ints, pages: Ints, salt: bytes = b"") -> MatchResult:
         size = self.tree.page_size
@@ -67,12 +78,27 @@ class RadixCache(PrefixCache):
         self.tree.lock(handle.node, unlock)
 
     def prune(self, node: Node) -> Ints:
+        return self._prune(node, self._locations)
+
+    def _prune(self, node: Node, locations: Sequence[int]) -> Ints:
         freed, snapshots = [NOWHERE], self.snapshots.of if self.snapshots is not None else {}
-        while (above := node.parent) is not None and not (node.ref_count or node.children or node in snapshots):
+        while (above := node.parent) is not None and not (node.ref_count or node.below[DEVICE] or node in snapshots):
             freed.append(node.pages)
+            for location in locations:
+                self._keeper.store(node, location)
             self._keeper.remove(node, DEVICE)
             node = above
         return np.concatenate(freed)
+
+    def drop_snapshot(self, node: Node, *, everywhere: bool = False) -> Ints:
+        assert self.snapshots is not None
+        for location in self._locations:
+            if everywhere:
+                self._keeper.forget(node, location)
+            else:
+                self._keeper.save(node, location)
+        self.snapshots.remove(node)
+        return self.prune(node)
 
     def has_continuation(self, handle: CacheHandle) -> bool:
         return bool(handle.node.children)
@@ -81,7 +107,12 @@ class RadixCache(PrefixCache):
         return self.tree.continuation(handle.node, input_ids, count, salt)
 
     def evict(self, num_pages: int) -> Ints:
-        return self._evict(num_pages, range(1, 1 + len(self.tiers)))
+        return self._evict(num_pages, self._locations)
+
+    @property
+    def _locations(self) -> Sequence[int]:
+        """Those of the tiers."""
+        return range(1, 1 + len(self.tiers))
 
     def _evict(self, num_pages: int, locations: Sequence[int]) -> Ints:
         """Evict at least `num_pages` pages, if there are so many, store them in `locations`, and return them."""
@@ -90,7 +121,7 @@ class RadixCache(PrefixCache):
         while count < num_pages and (node := self.tree.pop_oldest(DEVICE)) is not None:
             if self.snapshots is not None:
                 self.snapshots.remove(node)
-                freed.append(self.prune(node))
+                freed.append(self._prune(node, locations))
             else:
                 self.tree.trim(node, num_pages - count)
                 freed.append(node.pages)
@@ -101,7 +132,7 @@ class RadixCache(PrefixCache):
         return np.concatenate(freed)
 
     def reset(self) -> Ints:
-        for location in range(1, 1 + len(self.tiers)):
+        for location in self._locations:
             while (node := self.tree.pop_oldest(location)) is not None:
                 self._keeper.remove(node, location)
         return self._evict(self.evictable_size, ())
@@ -112,11 +143,17 @@ class RadixCache(PrefixCache):
         self._keeper.load(handle.node, pages)
         return self.tree.path_pages(handle.node)
 
+    def fetch(self, handle: CacheHandle) -> None:
+        self._keeper.fetch(handle.node)
+
+    def load_snapshot(self, handle: CacheHandle, count: int) -> None:
+        self._keeper.load_snapshot(handle.node, count)
+
     def mark_intact(self, handle: CacheHandle) -> None:
         self._keeper.mark_intact(handle.node)
 
-    def drop_damaged(self, handle: CacheHandle) -> bool:
-        return self._keeper.drop_damaged(handle.node)
+    def drop_damaged(self, handle: CacheHandle, *, with_snapshot: bool = False) -> bool:
+        return self._keeper.drop_damaged(handle.node, with_snapshot=with_snapshot)
 
     def is_damaged(self, handle: CacheHandle) -> bool:
         return bool(handle.node.is_hidden)
@@ -154,6 +191,7 @@ class RadixCache(PrefixCache):
     def check_integrity(self) -> None:
         self.tree.check()
         self._keeper.check()
-        leaves = {node for node in self.tree.nodes() if not node.children and not node.ref_count}
+        nodes = (node for node in self.tree.nodes() if len(node.pages) and not node.ref_count)
+        leaves = {node for node in nodes if not node.below[DEVICE]}
         if self.snapshots is not None and not leaves <= self.snapshots.of.keys() <= {*self.tree.nodes()}:
             raise InvariantError("no text can go on from an unlocked leaf, or a node that has gone has a snapshot")

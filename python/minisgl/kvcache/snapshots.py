@@ -8,17 +8,20 @@ from __future__ import annotations
 
 import enum
 from collections import Counter, OrderedDict
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Final, NamedTuple
 
-from minisgl.core.layout import FOLD_TOKENS
+import numpy as np
+
+from minisgl.core.layout import FOLD_TOKENS, NO_MOVES
 from minisgl.core.rounding import ceil_div, round_up
 from minisgl.kvcache.arena import PagePool
 
 if TYPE_CHECKING:
-    from collections.abc import Sequence
+    from collections.abc import Container, Sequence
 
-    from minisgl.kvcache.arena import Arena
+    from minisgl.core.plan import Ints, Records
+    from minisgl.kvcache.arena import Arena, Blocks
     from minisgl.kvcache.tree import Node
 
 STEP_TOKENS: Final = 9  # the most that a row decodes in one step, drafts included
@@ -64,6 +67,7 @@ class IdPool(PagePool):
         """Chunks of prompts have up to `chunk_tokens`."""
         self.group, window = bounded
         super().__init__(arena, arena.blocks.pages[self.group])
+        self.blocks = arena.blocks
         self.page_size = page_size if window else WHOLE_TEXT
         self.window_pages = ceil_div(window, self.page_size)  # of a text that ends with a page
         self.per_row = ids_per_row(window, page_size)
@@ -150,7 +154,12 @@ class IdPool(PagePool):
         ids = [*self.snapshots.pop(snapshot).values()]
         for i in ids:
             _take_one(self.kept, i)
-        self.release(ids)
+        self.release(ids, last=True)  # they may still have to be copied to a tier
+
+    def fetch(self, length: int, snapshot: Snapshot) -> None:
+        """Give `snapshot` free ids, for what a tier has for the end of a text of `length` tokens."""
+        self.snapshots[snapshot] = self.extend({}, self.span(length, length))
+        self.kept.update(self.snapshots[snapshot].values())
 
 
 def _take_one(counts: Counter[int], key: int) -> bool:
@@ -178,6 +187,8 @@ class Snapshot:
     reason: Reason = Reason.END
     chances: int = 0  # the evictions that it still survives
     restored_in: int = 0  # the newest step that copies it to a row
+    loads: Records = field(default_factory=lambda: NO_MOVES)  # from a tier, that no plan has yet
+    is_loaded: bool = False  # it came from a tier, and no finite result has confirmed it yet
 
 
 class Snapshots:
@@ -186,10 +197,15 @@ class Snapshots:
     SPARE ones come first, until one is used. A SHARED one survives CHANCES evictions. After a conversation has a newer
     snapshot, its previous one is dropped first, unless the last conversation continued from a previous one: templates
     that leave out the reasoning of earlier answers make them do so.
+
+    of       those on the device, by node. While one is loaded, or after its node has left the device, its pages may
+             be in tiers only.
+    awaited  how many requests load what they need to go on from each
     """
 
     def __init__(self, pools: list[IdPool]) -> None:
         self.pools = pools
+        self.awaited: Counter[Node] = Counter()
         self.of: OrderedDict[Node, Snapshot] = OrderedDict()
         self._newest_is_used = True
 
@@ -207,12 +223,42 @@ class Snapshots:
         if snapshot.reason is Reason.SPARE:
             self.of.move_to_end(node, last=False)
             return
-        before = node.parent
-        while before is not None and len(before.children) == 1 and self._newest_is_used:
-            if before in self.of:
-                self.of.move_to_end(before, last=False)
-                break
-            before = before.parent
+        if (before := self.passed_by(node, self.of)) is not None:
+            self.of.move_to_end(before, last=False)
+
+    def passed_by(self, node: Node, found: Container[Node]) -> Node | None:
+        """Return the last node of `found` above `node`, if its conversation will go on from `node` instead."""
+        above = node.parent
+        while above is not None and len(above.children) == 1 and self._newest_is_used:
+            if above in found:
+                return above
+            above = above.parent
+        return None
+
+    def is_lasting(self, node: Node) -> bool:
+        """Return whether the snapshot of a node belongs in tiers: not if it is spare, or passed by a conversation."""
+        snapshot, is_passed = self.of[node], node.children and self._newest_is_used
+        return not len(snapshot.loads) and snapshot.reason >= (Reason.SHARED if is_passed else Reason.END)
+
+    @property
+    def blocks(self) -> Blocks:
+        return self.pools[0].blocks
+
+    def units(self, snapshot: Snapshot) -> Ints:
+        """Return the units of memory of a snapshot, int32 [n]."""
+        ids = ((pool.group, [*pool.snapshots[snapshot].values()]) for pool in self.pools)
+        return np.concatenate([self.blocks.units_of(group, pages).ravel() for group, pages in ids])
+
+    def needs(self, length: int) -> dict[int, int]:
+        """Return how many ids a snapshot of `length` tokens has of each group."""
+        return {pool.group: len(pool.span(length, length)) for pool in self.pools}
+
+    def fetch(self, node: Node, reason: Reason, length: int) -> Snapshot:
+        """Give a node a snapshot that is to be loaded. There must be enough ids."""
+        snapshot = self.of[node] = Snapshot(reason, is_loaded=True)
+        for pool in self.pools:
+            pool.fetch(length, snapshot)
+        return snapshot
 
     def use(self, node: Node) -> Snapshot:
         """Return the snapshot of a node that the step that has just matched it restores."""
@@ -239,6 +285,7 @@ class Snapshots:
 
         def first() -> Node | None:
             found = (n for n, s in self.of.items() if s.restored_in <= collected and s.reason in may_drop)
+            found = (node for node in found if node not in self.awaited)
             return next((node for node in found if node is not but), None)
 
         while (node := first()) is not None and self.of[node].chances:

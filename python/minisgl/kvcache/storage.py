@@ -1,4 +1,4 @@
-"""One rank's storage of the tiers below the pool: its shard of each page, in pinned host memory or in a file."""
+"""One rank's storage of the tiers below the pool: its shard of each unit, in pinned host memory or in a file."""
 
 from __future__ import annotations
 
@@ -32,12 +32,12 @@ if TYPE_CHECKING:
 
 _log = logging.getLogger("minisgl.kvcache")
 
-HEADER_BYTES: Final = 4096  # of a file: JSON that identifies the model and format of its pages
-PAGE_HEAD: Final = np.dtype([("name", "<i8"), ("checksum", "<i8")])
+HEADER_BYTES: Final = 4096  # of a file: JSON that identifies the model and format of its units
+UNIT_HEAD: Final = np.dtype([("name", "<i8"), ("checksum", "<i8")])
 GB: Final = 1e9
 TRIAL_BYTES: Final = 8 << 20  # written once and read repeatedly to measure a disk
 TRIALS, TRIAL_S = 3, 0.2  # the least number of measurements, and the least time spent reading a disk
-RUN: Final = 32  # pages per copy: each copy has one event
+RUN: Final = 32  # units per copy: each copy has one event
 
 
 class Store(Protocol):
@@ -47,10 +47,10 @@ class Store(Protocol):
     is_file: bool
 
     def store(self, slots: list[int], names: list[int], data: torch.Tensor) -> None:
-        """Copy `data`, uint8 [n, page_bytes] on the device, into slots. Raises `OSError` if the write fails."""
+        """Copy `data`, uint8 [n, unit_bytes] on the device, into slots. Raises `OSError` if the write fails."""
 
     def load(self, slots: list[int], names: list[int]) -> tuple[torch.Tensor, dict[int, str]]:
-        """Return the pages in slots, uint8 [n, page_bytes] on the device; and an error message per damaged index."""
+        """Return the units in slots, uint8 [n, unit_bytes] on the device; and an error message per damaged index."""
 
 
 class HostStore:
@@ -59,14 +59,15 @@ class HostStore:
     is_file = False
 
     def __init__(self, pool: StateStore, size: int) -> None:
-        """Allocate `size` bytes. Raises `ConfigError` if that is less than a page, or if memory cannot be pinned."""
+        """Allocate `size` bytes. Raises `ConfigError` if that is less than a unit, or if memory cannot be pinned."""
         self._device = pool.device
         self._is_pinned = pool.device.type == "cuda"
-        num_slots = _count_slots("--host-kv", size, pool.strides[FULL])
-        self._memory = torch.empty(num_slots, pool.strides[FULL], dtype=torch.uint8)
+        num_slots = _count_slots("--host-kv", size, pool.unit_bytes)
+        self._memory = torch.empty(num_slots, pool.unit_bytes, dtype=torch.uint8)
         if self._is_pinned:
             _pin(self, self._memory)
-        self.spec = TierSpec("host", num_slots, self._measure_load() if self._is_pinned else 0.0)
+        seconds = self._measure_load() if self._is_pinned else 0.0
+        self.spec = TierSpec("host", num_slots, seconds * pool.strides[FULL] / pool.unit_bytes)
 
     def store(self, slots: list[int], names: list[int], data: torch.Tensor) -> None:
         for start, stop in _adjacent_ranges(slots):
@@ -81,7 +82,7 @@ class HostStore:
         return data, {}
 
     def _measure_load(self) -> float:
-        """Return the seconds that loading a page takes."""
+        """Return the seconds that loading a unit takes."""
         slots = list(range(min(RUN, len(self._memory))))
         times = []
         for _ in range(TRIALS):  # take the best: the first ones allocate memory
@@ -94,7 +95,7 @@ class HostStore:
 
 
 class DiskStore:
-    """Slots in a file, each with its page's name and a checksum. The next process uses the file again."""
+    """Slots in a file, each with its unit's name and a checksum. The next process uses the file again."""
 
     is_file = True
 
@@ -105,7 +106,7 @@ class DiskStore:
         another server uses the folder, or if the disk has too little space.
         """
         self._device = pool.device
-        self._stride = PAGE_HEAD.itemsize + pool.strides[FULL]
+        self._stride = UNIT_HEAD.itemsize + pool.unit_bytes
         num_slots = _count_slots("--disk-kv", size - HEADER_BYTES, self._stride)
         try:
             folder.mkdir(mode=0o700, parents=True, exist_ok=True)
@@ -116,30 +117,30 @@ class DiskStore:
                 _lock(self._fd, folder)
                 _claim(self._fd, path, owner)
                 _reserve(self._fd, folder, HEADER_BYTES + num_slots * self._stride)
-                seconds = _page_seconds(folder, self._stride)
+                seconds = _page_seconds(folder, pool.strides[FULL])
                 self._close = weakref.finalize(self, stack.pop_all().close)
         except OSError as e:
             raise ConfigError(f"--disk-kv {folder} cannot be used: {e.strerror}") from e
         self.spec = TierSpec("disk", num_slots, seconds, lasts=True, folder=str(folder))
 
     def store(self, slots: list[int], names: list[int], data: torch.Tensor) -> None:
-        heads = np.zeros(len(slots), PAGE_HEAD)
+        heads = np.zeros(len(slots), UNIT_HEAD)
         heads["name"] = names
-        for slot, head, page in zip(slots, heads, data.cpu().numpy(), strict=True):
-            head["checksum"] = zlib.crc32(page)
-            written = os.pwritev(self._fd, [head.tobytes(), page], self._offset(slot))
+        for slot, head, unit in zip(slots, heads, data.cpu().numpy(), strict=True):
+            head["checksum"] = zlib.crc32(unit)
+            written = os.pwritev(self._fd, [head.tobytes(), unit], self._offset(slot))
             if written < self._stride:
                 raise OSError(f"only {written} of {self._stride} bytes were written")
 
     def load(self, slots: list[int], names: list[int]) -> tuple[torch.Tensor, dict[int, str]]:
-        data = torch.empty(len(slots), self._stride - PAGE_HEAD.itemsize, dtype=torch.uint8)
-        head, damaged = bytearray(PAGE_HEAD.itemsize), {}
-        for i, (slot, page) in enumerate(zip(slots, data.numpy(), strict=True)):
+        data = torch.empty(len(slots), self._stride - UNIT_HEAD.itemsize, dtype=torch.uint8)
+        head, damaged = bytearray(UNIT_HEAD.itemsize), {}
+        for i, (slot, unit) in enumerate(zip(slots, data.numpy(), strict=True)):
             try:
-                got = os.preadv(self._fd, [head, page], self._offset(slot))
-                name, checksum = np.frombuffer(head, PAGE_HEAD)[0]
-                if got < self._stride or name != names[i] or checksum != zlib.crc32(page):
-                    damaged[i] = f"slot {slot} does not hold the page that was stored there"
+                got = os.preadv(self._fd, [head, unit], self._offset(slot))
+                name, checksum = np.frombuffer(head, UNIT_HEAD)[0]
+                if got < self._stride or name != names[i] or checksum != zlib.crc32(unit):
+                    damaged[i] = f"slot {slot} does not hold what was stored there"
             except OSError as e:
                 damaged[i] = str(e)
         return data.to(self._device), damaged
@@ -149,32 +150,32 @@ class DiskStore:
 
 
 class Mover:
-    """Executes the moves of plans asynchronously. Moves of the same page or slot keep their order.
+    """Executes the moves of plans asynchronously. Moves of the same unit or slot keep their order.
 
-    A page that cannot be loaded is filled with NaN, which makes the logits of its requests NaN.
+    A unit that cannot be loaded is filled with NaN, which makes the logits of its requests NaN.
     """
 
     def __init__(self, pool: StateStore, stores: list[Store], device: Device) -> None:
         self._pool = pool
         self.stores = stores
         self._device = device
-        self._newest: dict[tuple[int, int], Copying] = {}  # the last copy of each (-1, page) and (tier, slot)
+        self._newest: dict[tuple[int, int], Copying] = {}  # the last copy of each (-1, unit) and (tier, slot)
         self._has_warned = False
 
     def launch(self, moves: Records, written: Ints) -> Records:
         """Start the MOVE records that the next step must wait for; return the others, for `start`.
 
-        Work submitted later waits for all loads, and for stores of the pages `written`, which it may overwrite. Stores
-        need not wait for earlier work: they copy pages of collected steps. A failed store is only logged.
+        Work submitted later waits for all loads, and for stores of the units `written`, which it may overwrite. Stores
+        need not wait for earlier work: they copy what collected steps have written. A failed store is only logged.
         """
         if not self._newest and not len(moves):
             return moves
-        overwritten = {(-1, page) for page in written.tolist()}
+        overwritten = {(-1, unit) for unit in written.tolist()}
         is_needed, keys = np.zeros(len(moves), np.bool_), set(overwritten)
-        for i, (page, tier, slot, kind, _) in reversed([*enumerate(moves.tolist())]):
-            if kind == LOAD or (-1, page) in keys or (tier, slot) in keys:
+        for i, (unit, tier, slot, kind, _) in reversed([*enumerate(moves.tolist())]):
+            if kind == LOAD or (-1, unit) in keys or (tier, slot) in keys:
                 is_needed[i] = True
-                keys |= {(-1, page), (tier, slot)}
+                keys |= {(-1, unit), (tier, slot)}
         copies = self.start(moves[is_needed])
         copies += [self._newest.pop(key) for key in overwritten if key in self._newest]
         self._device.join(list(dict.fromkeys(copies)))
@@ -185,35 +186,35 @@ class Mover:
         loads: list[Copying] = []
         if not len(moves):
             return loads
-        pages = self._pool.index(moves["page"])
+        units = self._pool.index(moves["unit"])
         for start, stop in _runs(moves):
             run = moves[start:stop]
             tier, is_load = int(run["tier"][0]), bool(run["kind"][0] == LOAD)
-            keys = [*((-1, page) for page in run["page"].tolist()), *((tier, slot) for slot in run["slot"].tolist())]
+            keys = [*((-1, unit) for unit in run["unit"].tolist()), *((tier, slot) for slot in run["slot"].tolist())]
             after = dict.fromkeys(self._newest[key] for key in keys if key in self._newest)
-            work = partial(self._copy, run, pages[start:stop])
+            work = partial(self._copy, run, units[start:stop])
             copying = self._device.copy(work, is_load=is_load, after=list(after))
             self._newest |= dict.fromkeys(keys, copying)
             if is_load:
                 loads.append(copying)
         return loads
 
-    def _copy(self, run: Records, pages: torch.Tensor) -> None:
+    def _copy(self, run: Records, units: torch.Tensor) -> None:
         store = self.stores[run["tier"][0]]
-        if store.is_file and len(run) > 1:  # page by page, since one page fits into the CPU's cache
+        if store.is_file and len(run) > 1:  # one by one, since one unit fits into the CPU's cache
             for i in range(len(run)):
-                self._copy(run[i : i + 1], pages[i : i + 1])
+                self._copy(run[i : i + 1], units[i : i + 1])
             return
         slots, names = run["slot"].tolist(), run["name"].tolist()
         if run["kind"][0] == LOAD:
             data, damaged = store.load(slots, names)
-            self._pool.write(pages, data)
             for i, error in damaged.items():
-                self._pool.poison([int(pages[i])])
+                data[i] = 0xFF  # NaN in every format
                 _log.warning("a page of the %s tier is lost and will be computed: %s", store.spec.name, error)
+            self._pool.write(units, data)
             return
         try:
-            store.store(slots, names, self._pool.read(pages))
+            store.store(slots, names, self._pool.read(units))
         except OSError as e:
             if not self._has_warned:
                 self._has_warned = True  # a broken disk stays broken: one line is enough
@@ -289,8 +290,8 @@ def _reserve(fd: int, folder: Path, size: int) -> None:
     os.posix_fallocate(fd, 0, size)
 
 
-def _page_seconds(folder: Path, stride: int) -> float:
-    """Return the seconds that the disk takes to read `stride` bytes that are not in the page cache."""
+def _page_seconds(folder: Path, size: int) -> float:
+    """Return the seconds that the disk takes to read `size` bytes that are not in the page cache."""
     with TemporaryFile(dir=folder, buffering=0) as file:
         file.write(bytes(TRIAL_BYTES))
         os.fsync(file.fileno())
@@ -300,4 +301,4 @@ def _page_seconds(folder: Path, stride: int) -> float:
             started = time.perf_counter()
             zlib.crc32(os.pread(file.fileno(), TRIAL_BYTES, 0))
             times.append(time.perf_counter() - started)
-    return min(times) * stride / TRIAL_BYTES
+    return min(times) * size / TRIAL_BYTES

@@ -51,6 +51,7 @@ class StateStore:
         self.states: list[LayerState] = []
         self.blocks = Blocks(0, ())
         self.strides: list[int] = []  # bytes from page to page of each group
+        self.unit_bytes = 0
         self.memory = torch.empty(0, dtype=torch.uint8, device=device)
 
     def add(self, states: Sequence[LayerState]) -> None:
@@ -75,7 +76,7 @@ class StateStore:
         size, pages = divide(self.page_bytes)
         self.blocks = Blocks(blocks, pages)
         self.memory = torch.empty(size * (blocks + len(pages)), dtype=torch.uint8, device=self.device)
-        self.strides = [size // count for count in pages]
+        self.strides, self.unit_bytes = [size // count for count in pages], size // self.blocks.units
         ends = [0] * len(pages)
         for state in self.states:
             state.pages = self._view(state.spec, ends[state.spec.group])
@@ -106,18 +107,23 @@ class StateStore:
         """Return the pages of a group as int64 [ids, words of a page]: a view."""
         return self.memory.view(torch.int64).view(-1, self.strides[group] // 8)
 
-    def index(self, pages: Ints) -> torch.Tensor:
-        """Return page ids as int64 in host memory, for `read` and `write`; pinned for async copies to a GPU."""
-        index = torch.from_numpy(pages.astype(np.int64))
+    @property
+    def units(self) -> torch.Tensor:
+        """The units of memory (`Blocks`), int64 [units, words of a unit]: a view."""
+        return self.memory.view(torch.int64).view(-1, self.unit_bytes // 8)
+
+    def index(self, units: Ints) -> torch.Tensor:
+        """Return units as int64 in host memory, for `read` and `write`; pinned for async copies to a GPU."""
+        index = torch.from_numpy(units.astype(np.int64))
         return index.pin_memory() if self.device.type == "cuda" else index
 
-    def read(self, pages: torch.Tensor) -> torch.Tensor:
-        """Return a copy of pages [n] of FULL on the device, uint8 [n, bytes of a page]."""
-        return self.rows(FULL)[pages.to(self.device, non_blocking=True)].view(torch.uint8)
+    def read(self, units: torch.Tensor) -> torch.Tensor:
+        """Return a copy of units [n] on the device, uint8 [n, bytes of a unit]."""
+        return self.units[units.to(self.device, non_blocking=True)].view(torch.uint8)
 
-    def write(self, pages: torch.Tensor, data: torch.Tensor) -> None:
-        """Overwrite pages [n] of FULL with `data`, uint8 [n, bytes of a page] on the device."""
-        self.rows(FULL)[pages.to(self.device, non_blocking=True)] = data.view(torch.int64)
+    def write(self, units: torch.Tensor, data: torch.Tensor) -> None:
+        """Overwrite units [n] with `data`, uint8 [n, bytes of a unit] on the device."""
+        self.units[units.to(self.device, non_blocking=True)] = data.view(torch.int64)
 
     def copy(self, source: Ints, target: Ints) -> None:
         """Overwrite the slots `target` [n] of STATE with the slots `source` [n], in this order; each has megabytes."""

@@ -1,12 +1,13 @@
 """The host's bookkeeping of tiers below the device's pool: their free slots, and the index that outlives the process.
 
-A tier is host memory or a file. Each of its slots holds a copy of one page. The radix tree knows which page is in which
-slot; `storage.py` makes the copies.
+A tier is host memory or a file. Each of its slots holds a copy of one unit of the device's memory (`arena.py`): a page
+or a part of one. The keeper knows which unit is in which slot; `storage.py` makes the copies.
 """
 
 from __future__ import annotations
 
 import logging
+import math
 import os
 from dataclasses import dataclass
 from hashlib import blake2b
@@ -41,9 +42,20 @@ def page_name(before: int, salt: bytes, tokens: bytes) -> int:
     return int.from_bytes(blake2b(seed + tokens, digest_size=8).digest(), "little", signed=True) or 1
 
 
+def unit_names(names: Names, units: int) -> Names:
+    """Return the names of all units of what has `names` [n] and so many units each, int64 [n, units]."""
+    found: Names = np.add.outer(names, np.arange(units))  # which may wrap around
+    return found
+
+
+def snapshot_names(name: int, units: int) -> Names:
+    """Return the names of the units of a snapshot of a text whose last page has `name`, int64 [units]."""
+    return unit_names(np.array([page_name(name, NO_SALT, b"snapshot")]), units).ravel()
+
+
 @dataclass(frozen=True, slots=True)
 class TierSpec:
-    """A tier that an engine offers: `num_slots` pages, each of which takes `page_seconds` to load.
+    """A tier that an engine offers: `num_slots` units. A page of FULL takes `page_seconds` to load.
 
     If `lasts`, the tier outlives the process, and its index is in `folder`.
     """
@@ -58,14 +70,17 @@ class TierSpec:
 class KeptPage(NamedTuple):
     """A page of an earlier process, read from the index: its tokens int32 [page_size], and the salt of a first page."""
 
-    slot: int
+    slots: list[int]
     name: int
     salt: bytes
     tokens: Ints
 
 
 class Tier:
-    """The slots of one tier, and counts of the pages stored, loaded and lost. `number` is its index in the engine."""
+    """The slots of one tier, and counts of the units stored, loaded and lost. `number` is its index in the engine.
+
+    Loading a page takes `cost` of the time in which it could be computed.
+    """
 
     def __init__(self, spec: TierSpec, number: int, page_size: int, is_fresh: bool = False) -> None:
         """Open the index, if the tier has a folder; with `is_fresh`, clear it."""
@@ -73,54 +88,67 @@ class Tier:
         self.number = number
         self.stored_pages = 0
         self.loaded_pages = 0
-        self.lost_pages = 0  # dropped because a loaded page was damaged
+        self.lost_pages = 0  # dropped because a loaded one was damaged
+        self.cost = 0.0
         self.index = _open_index(Path(spec.folder), spec.num_slots, page_size) if spec.folder else None
         if self.index is not None and is_fresh:
             self.index["name"] = 0
         self._free = list(range(spec.num_slots - 1, -1, -1))
+        self._kept: dict[int, int] = {}  # the slot of each unit of an earlier process, by name, until `claim`
+        if self.index is not None:
+            self._kept = {int(self.index["name"][slot]): slot for slot in np.flatnonzero(self.index["name"]).tolist()}
 
     @property
     def free_size(self) -> int:
         return len(self._free)
 
-    def allocate(self, names: Names, before: int, salt: bytes, tokens: Ints) -> Ints:
-        """Allocate slots, int32 [n], for consecutive pages with `names` [n] and `tokens` [n * page_size].
-
-        `before` and `salt` are those of the first page, as in `page_name`.
-        """
-        start = len(self._free) - len(names)
-        slots = np.array(self._free[start:][::-1], np.int32)
+    def allocate(self, names: Names) -> Ints:
+        """Allocate a slot for each unit of `names`, int32 of the same shape."""
+        start = len(self._free) - names.size
+        slots = np.array(self._free[start:][::-1], np.int32).reshape(names.shape)
         del self._free[start:]
         if self.index is not None:
-            records = np.zeros(len(names), self.index.dtype)
-            records["name"] = names
-            records["before"] = [before, *names[:-1].tolist()]
-            records["salt"] = np.frombuffer(salt or NO_SALT, np.uint8)
-            records["tokens"] = tokens.reshape(len(names), -1)
-            self.index[slots] = records
-        self.stored_pages += len(names)
+            self.index["name"][slots] = names
+        self.stored_pages += names.size
         return slots
 
+    def describe(self, slots: Ints, before: int, salt: bytes, tokens: Ints) -> None:
+        """Write the text of consecutive pages, whose first units are in `slots` [n], to the index, if there is one.
+
+        `before` and `salt` are those of the first page, as in `page_name`; `tokens` are [n * page_size].
+        """
+        if self.index is not None:
+            self.index["before"][slots] = [before, *self.index["name"][slots[:-1]].tolist()]
+            self.index["salt"][slots] = np.frombuffer(salt or NO_SALT, np.uint8)
+            self.index["tokens"][slots] = tokens.reshape(len(slots), -1)
+
     def free(self, slots: Ints) -> None:
-        """Free slots whose pages are no longer needed."""
-        self._free += slots[::-1].tolist()  # so that `allocate` returns runs of adjacent slots again
+        """Free slots whose units are no longer needed."""
+        self._free += slots.ravel()[::-1].tolist()  # so that `allocate` returns runs of adjacent slots again
         if self.index is not None:
             self.index["name"][slots] = 0
 
-    def restore(self) -> dict[int, list[KeptPage]]:
-        """Return the pages of an earlier process, by the name of the page before each. Skips torn records."""
+    def find(self, names: Names) -> list[int]:
+        """Return the slots in which an earlier process has kept the units of `names`; none if any is missing."""
+        found = [self._kept.get(name, -1) for name in names.tolist()]
+        return [] if -1 in found else found
+
+    def restore(self, units: int) -> dict[int, list[KeptPage]]:
+        """Return the pages of an earlier process, of so many `units`, by the name of the page before each.
+
+        Skips torn records. Only the first unit of a page has more than a name.
+        """
         found: dict[int, list[KeptPage]] = {}
-        seen: set[int] = set()
-        if self.index is None:
-            return found
-        for slot in np.flatnonzero(self.index["name"]).tolist():
+        for name, slot in self._kept.items():
+            assert self.index is not None
             record = self.index[slot]
-            before, name, salt = int(record["before"]), int(record["name"]), record["salt"].tobytes()
+            before, salt = int(record["before"]), record["salt"].tobytes()
             if before or salt == NO_SALT:
                 salt = b""
-            if name not in seen and page_name(before, salt, record["tokens"].tobytes()) == name:
-                seen.add(name)
-                found.setdefault(before, []).append(KeptPage(slot, name, salt, np.array(record["tokens"])))
+            if page_name(before, salt, record["tokens"].tobytes()) == name and (
+                slots := self.find(unit_names(np.array([name]), units)[0])
+            ):
+                found.setdefault(before, []).append(KeptPage(slots, name, salt, np.array(record["tokens"])))
         return found
 
     def claim(self, slots: Sequence[int]) -> None:
@@ -129,6 +157,7 @@ class Tier:
             kept = set(slots)
             self._free = [slot for slot in self._free if slot not in kept]
             self.index["name"][self._free] = 0
+            self._kept = {}
 
     def check(self, owned: list[int]) -> None:
         """Raise `InvariantError` unless each slot is either free or one of `owned`, and only once."""
@@ -141,11 +170,13 @@ def worthwhile_tiers(
 ) -> list[Tier]:
     """Return the tiers from which loading a page is faster than computing it; with `is_fresh`, empty ones."""
     tiers = []
+    computing = math.inf if costs is None else costs.per_token * page_size
     for number, spec in enumerate(specs):
-        if costs is None or spec.page_seconds < costs.per_token * page_size:
+        if spec.page_seconds < computing:
             tiers.append(Tier(spec, number, page_size, is_fresh))
+            tiers[-1].cost = spec.page_seconds / computing
         else:
-            load_ms, compute_ms = 1e3 * spec.page_seconds, 1e3 * costs.per_token * page_size
+            load_ms, compute_ms = 1e3 * spec.page_seconds, 1e3 * computing
             reason = f"loading a page takes {load_ms:.2g} ms, computing it {compute_ms:.2g} ms"
             _log.warning("the %s tier is not used: %s", spec.name, reason)
     return tiers

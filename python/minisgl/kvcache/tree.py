@@ -52,7 +52,7 @@ class Node:
     depth: int  # pages from the root up to and including this edge
     parent: Node | None  # None for the root, and after removal
     timestamp: int  # step of the last use of this node or of a node below
-    locations: list[Ints]  # for each location, the ids of the pages there, int32 [length], or NOWHERE
+    locations: list[Ints]  # of each, the ids of the pages there, int32 [length] (of a tier [length, units]), or NOWHERE
     below: list[int]  # for each location, the number of children with pages there
     is_candidate: list[bool]  # for each location, whether the node has an entry in the eviction queue
     children: dict[bytes, Node] = field(default_factory=dict)
@@ -170,7 +170,7 @@ class PrefixTree:
 
     def ids(self, location: int) -> list[int]:
         """Return all ids in `location`, in any order."""
-        return [i for node in self.nodes() for i in node.locations[location].tolist()]
+        return [i for node in self.nodes() for i in node.locations[location].ravel().tolist()]
 
     # -- changing
 

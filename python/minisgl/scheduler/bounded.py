@@ -47,6 +47,7 @@ class BoundedState:
         self.computed_len = np.zeros(rows.num_rows, np.int32)
         self.state_len = np.zeros(rows.num_rows, np.int32)
         self._slots = next((pool for pool in self.pools if pool.group == STATE), None)
+        self._restored: dict[int, Snapshot] = {}  # row -> the one that it has gone on from
         self._rows = rows
         self._make_room = make_room
 
@@ -69,21 +70,35 @@ class BoundedState:
             copies = pool.capture(req.row, length, snapshot)
             self._rows.writes.captures += [(*copy, req.row, length) for copy in copies]
 
-    def open(self, req: Req, waiting: Iterable[Req]) -> None:
-        """Restore the snapshot of a request's cached prefix to its new row, and plan its captures.
-
-        One capture is where the prompt diverges from the most similar one of `waiting`.
-        """
-        row, handle, page_size = req.row, req.cache_handle, self._rows.page_size
-        length = self.computed_len[row] = self.state_len[row] = int(self._rows.cached_len[row])
-        snapshot = self.snapshots.use(handle.node) if length else None
+    def restore(self, req: Req) -> None:
+        """Restore the snapshot of a request's cached prefix to its row."""
+        row, length = req.row, int(self._rows.cached_len[req.row])
+        self.computed_len[row] = self.state_len[row] = length
+        if not length:
+            return
+        snapshot = self._restored[row] = self.snapshots.use(req.cache_handle.node)
         for pool in self.pools:
-            pool.rows[row] = {}
-            if snapshot is None:
-                continue
             if copies := pool.restore(row, snapshot):
                 self._rows.writes.restores[row] = [(*copy, row, length) for copy in copies]
             self._write(pool, row, pool.rows[row])
+
+    def is_unconfirmed(self, req: Req) -> bool:
+        """Return whether a request has gone on from a snapshot that was loaded and may be damaged."""
+        return req.row in self._restored and self._restored[req.row].is_loaded
+
+    def mark_intact(self, req: Req) -> None:
+        """Record that a finite result was computed from what was restored for `req`."""
+        if req.row in self._restored:
+            self._restored[req.row].is_loaded = False
+
+    def open(self, req: Req, waiting: Iterable[Req]) -> None:
+        """Reserve ids for the new row of a request, and plan its captures.
+
+        One capture is where the prompt diverges from the most similar one of `waiting`.
+        """
+        handle, page_size = req.target or req.cache_handle, self._rows.page_size
+        for pool in self.pools:
+            pool.rows[req.row] = {}
         # Prompts may arrive one by one: the second captures where it diverges from the first, and the third finds that.
         divergence = max((common_prefix_len(req.ids, other.ids) for other in waiting), default=0)
         shared = req.system_tokens, handle.branch * page_size, divergence
@@ -174,4 +189,5 @@ class BoundedState:
         for _, snapshot in req.captures:
             self.snapshots.free(snapshot)
         req.captures = []
+        self._restored.pop(req.row, None)
         self._rows.writes.restores.pop(req.row, None)

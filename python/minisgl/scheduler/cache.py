@@ -4,12 +4,11 @@ from __future__ import annotations
 
 import math
 from collections import deque
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from typing import TYPE_CHECKING, Final
 
 import numpy as np
 
-from minisgl.core.errors import ConfigError
 from minisgl.core.layout import FULL, NO_MOVES
 from minisgl.core.message import PrefixesMsg
 from minisgl.core.rounding import ceil_div
@@ -52,16 +51,15 @@ class CacheManager:
         self.rows = rows
         costs = engine.step_costs()
         tiers = worthwhile_tiers(engine.tiers, engine.page_size, costs, is_fresh=config.record is not None)
-        if pools and tiers:
-            raise ConfigError("--host-kv and --disk-kv do not keep the windows and recurrent states of this model")
         snapshots = Snapshots(pools) if pools else None
         self.prefix = create_prefix_cache(config.cache_type, engine.page_size, tiers, snapshots)
-        computing = math.inf if costs is None else costs.per_token * engine.page_size
-        self._location_costs = [0.0, *(tier.spec.page_seconds / computing for tier in tiers)]
+        self._location_costs = [0.0, *(tier.cost for tier in tiers)]
         self._pages_ahead = math.ceil(2 * config.max_prefill_length / engine.page_size)  # that two steps may evict
         self._copy_seconds = max((tier.spec.page_seconds for tier in tiers), default=0.0) or 1e-6  # of a page
         self.on_free: Callable[[list[int]], None] | None = None  # called with pages that become free; tests poison them
         self._page_seconds = np.array([tier.spec.page_seconds for tier in tiers])
+        page_units = arena.blocks.units // arena.blocks.pages[FULL]
+        self._unit_seconds = np.array([spec.page_seconds for spec in engine.tiers]) / page_units  # by a tier's number
         self._fenced: deque[tuple[int, list[int]]] = deque()
         self.bounded = None if snapshots is None else BoundedState(snapshots, rows, self.make_room)
 
@@ -105,8 +103,7 @@ class CacheManager:
                 node = self.prefix.snapshots.oldest(self.rows.last_collected, reason, but)
                 if node is None:
                     return False
-                self.prefix.snapshots.remove(node)
-                evicted = self.prefix.prune(node)
+                evicted = self.prefix.drop_snapshot(node)
             else:
                 evicted = self.prefix.evict(needs[FULL] - self.free_size)
                 if not len(evicted):
@@ -117,38 +114,70 @@ class CacheManager:
     def match(self, req: Req, max_pages: int | None = None) -> MatchResult:
         """Return the longest cached prefix, of at most `max_pages` pages, that leaves a token of a request to compute.
 
-        A prompt whose log-probabilities are asked for is computed as a whole: the cache has only K/V.
+        With `max_pages`, it may end without a snapshot. A prompt whose log-probabilities are asked for is computed as a
+        whole: the cache has only K/V.
         """
         limit = len(req.ids) - 1 if req.prompt_logprobs is None else 0
         if max_pages is not None:
             limit = min(limit, max_pages * self.page_size)
-        return self.prefix.match_prefix(req.ids[:limit], salt_digest(req.sampling_params.cache_salt))
+        salt = salt_digest(req.sampling_params.cache_salt)
+        return self.prefix.match_prefix(req.ids[:limit], salt, anywhere=max_pages is not None)
 
     def attach(self, req: Req) -> list[int]:
         """Lock the part of a waiting request's longest cached prefix that is on the device, and return its pages.
 
-        `Req.is_loading` then says whether the prefix continues in a tier.
+        `Req.is_loading` then says whether the prefix continues in a tier. With bounded state, `Req.target` is the whole
+        prefix, so that its snapshot and all pages up to it stay where they are.
         """
         handle, pages = self.match(req)
-        req.is_loading = bool((pages < 0).any())
+        req.is_loading = bool((pages < 0).any()) or not self._has_snapshot(handle)
         if req.is_loading:
+            if self.bounded is not None:
+                req.target = handle
+                self.prefix.lock_handle(handle)
+                self.bounded.snapshots.awaited[handle.node] += 1
             handle, pages = self.match(req, int((pages >= 0).sum()))
         self.prefix.lock_handle(handle)
         req.cache_handle = handle
         shared: list[int] = pages.tolist()
         return shared
 
+    def _has_snapshot(self, handle: CacheHandle) -> bool:
+        """Return whether all that a text needs besides pages to go on from a prefix is on the device."""
+        if self.bounded is None or not handle.num_pages:
+            return True
+        snapshot = self.bounded.snapshots.of.get(handle.node)
+        return snapshot is not None and not len(snapshot.loads)
+
+    def row_needs(self, req: Req) -> dict[int, int]:
+        """Return the ids to reserve for the row of a request that is attached, by group; and for its snapshot."""
+        if self.bounded is None:
+            return {}
+        found, target = self.bounded.snapshots, req.target
+        is_fetched = target is not None and target.node not in found.of
+        loaded = found.needs(target.num_pages * self.page_size) if is_fetched else {}
+        return {group: count + loaded.get(group, 0) for group, count in self.bounded.row_needs.items()}
+
+    def open(self, req: Req, waiting: Iterable[Req]) -> None:
+        """Give a request that has just got its row its bounded state, or begin to load that."""
+        if self.bounded is None:
+            return
+        self.bounded.open(req, waiting)
+        if req.target is None:
+            self.bounded.restore(req)
+        else:
+            self.prefix.fetch(req.target)
+
     def forget_match(self, req: Req) -> bool:
         """Drop the snapshot from which a waiting request would go on, and return whether there was one."""
         if self.bounded is None or not (handle := self.match(req).handle).num_pages:
             return False
-        self.bounded.snapshots.remove(handle.node)
-        self._release_evicted(self.prefix.prune(handle.node))
+        self._release_evicted(self.prefix.drop_snapshot(handle.node, everywhere=True))
         return True
 
     def load(self, req: Req, budget: LoadBudget) -> None:
         """Load more of the cached prefix of `req`, which has computed nothing yet, into its own pages."""
-        handle, pages = self.match(req)
+        handle, pages = self.match(req, None if req.target is None else req.target.num_pages)
         absent = ~pages[pages < 0]
         granted = budget.grant(self._page_seconds[absent])
         req.is_loading = granted < len(absent)
@@ -157,8 +186,28 @@ class CacheManager:
         own = np.array(req.pages[: handle.num_pages], np.int32)
         self._adopt(req, handle, self.prefix.load(handle, own[pages < 0]))
         self.rows.cached_len[req.row] = handle.num_pages * self.page_size
+        if self.bounded is not None and req.target is not None and not req.is_loading:
+            loads = self.bounded.snapshots.of[req.target.node].loads
+            if len(loads):
+                self.prefix.load_snapshot(req.target, budget.grant(self._unit_seconds[loads["tier"]]))
+            req.is_loading = not self._has_snapshot(req.target)
+            if not req.is_loading:
+                self._drop_target(req)
+                self.bounded.restore(req)
         if not req.is_loading:
             self.rows.set_pages(req, 0, req.pages)
+
+    def _drop_target(self, req: Req) -> None:
+        """Stop awaiting what is loaded for `req`; drop a snapshot of which only a part is there."""
+        if self.bounded is None or (target := req.target) is None:
+            return
+        req.target, found = None, self.bounded.snapshots
+        found.awaited[target.node] -= 1
+        if not found.awaited[target.node]:
+            del found.awaited[target.node]
+            if target.node in found.of and not self._has_snapshot(target):
+                found.remove(target.node)
+        self._unlock(target)
 
     def pop_moves(self, seconds: float, *, is_idle: bool) -> Records:
         """Return the copies between tiers that a step of `seconds` makes, as many as end with it."""
@@ -184,14 +233,21 @@ class CacheManager:
 
     def drop_damaged(self, req: Req) -> bool:
         """Drop the pages that were loaded for `req`, whose logits are not finite; return false if there are none."""
-        return req.cache_handle is not None and self.prefix.drop_damaged(req.cache_handle)
+        if req.cache_handle is None:
+            return False
+        with_snapshot = self.bounded is not None and self.bounded.is_unconfirmed(req)
+        return self.prefix.drop_damaged(req.cache_handle, with_snapshot=with_snapshot)
 
     def detach(self, req: Req) -> None:
         """Undo `attach`."""
-        self.prefix.lock_handle(req.cache_handle, unlock=True)
-        if self.bounded is not None:
-            self._release_evicted(self.prefix.prune(req.cache_handle.node))
+        self._drop_target(req)
+        self._unlock(req.cache_handle)
         req.cache_handle = None
+
+    def _unlock(self, handle: CacheHandle) -> None:
+        self.prefix.lock_handle(handle, unlock=True)
+        if self.bounded is not None:
+            self._release_evicted(self.prefix.prune(handle.node))
 
     def share_prefix(self, req: Req, *, is_leaving: bool = False) -> None:
         """Insert the request's full pages whose K/V has led to finite logits into the prefix cache.
@@ -205,8 +261,11 @@ class CacheManager:
         if self.bounded is None:
             self._insert(req, finite // self.page_size)
             return
+        self.bounded.mark_intact(req)
         for length, snapshot in self.bounded.pop_captures(req, finite, is_leaving=is_leaving):
-            self.bounded.snapshots.add(self._insert(req, length // self.page_size).node, snapshot)
+            handle = self._insert(req, length // self.page_size)
+            is_whole = handle.num_pages * self.page_size == length
+            self.bounded.snapshots.add(handle.node if is_whole else None, snapshot)
 
     def _insert(self, req: Req, count: int) -> CacheHandle:
         """Insert `count` pages into the prefix cache, unless the request shares them already; return their handle.
@@ -230,7 +289,7 @@ class CacheManager:
         for i in differing.tolist():
             self.rows.set_pages(req, i, [int(pages[i])])
         self.prefix.lock_handle(handle)
-        self.detach(req)
+        self._unlock(req.cache_handle)
         req.cache_handle = handle
         duplicates: list[int] = own[differing].tolist()
         if not self.rows.is_in_flight(req):

@@ -70,6 +70,9 @@ def _check_bounded(scheduler: SchedulerParts) -> None:
     """Ids of window pages and slots are free or held, and shared as counted; rows and snapshots have all they need."""
     rows, bounded = scheduler.rows, scheduler.cache.bounded
     held = [req for req in scheduler.live.values() if req.table_idx is not None]
+    awaited = Counter(req.target.node for req in scheduler.live.values() if req.target is not None)
+    if awaited != (Counter() if bounded is None else bounded.snapshots.awaited):
+        raise InvariantError(f"requests await {awaited}")
     for pool in () if bounded is None else bounded.pools:
         assert bounded is not None
         cached = {i for snapshot in bounded.snapshots.of.values() for i in pool.snapshots[snapshot].values()}
@@ -90,6 +93,7 @@ def _check_bounded(scheduler: SchedulerParts) -> None:
         for req in held:
             own = pool.rows[req.row]
             needed = pool.span(int(bounded.computed_len[req.row]), int(rows.cached_len[req.row]))
+            needed = range(0) if req.is_loading else needed
             if not {*needed} <= own.keys() or min(own, default=needed.start) < needed.start:
                 raise InvariantError(f"{req} needs {needed} of group {pool.group} and has {own}")
             if any(own[i] in others for i in own if i * pool.page_size >= rows.cached_len[req.row]):
@@ -112,7 +116,8 @@ def _check_rows(scheduler: SchedulerParts) -> None:
     for step in scheduler.launched:
         if step.plan.step <= rows.last_collected:
             raise InvariantError(f"step {step.plan.step} is in flight, but {rows.last_collected} was collected last")
-        newest.update(dict.fromkeys(step.plan.slots["row"].tolist(), step.plan.step))
+        held_by = [*step.plan.slots["row"].tolist(), *step.plan.restores["row"].tolist()]
+        newest.update(dict.fromkeys(held_by, step.plan.step))
     for row, req in enumerate(rows.requests):
         if req is not held.get(row):
             raise InvariantError(f"row {row} is held by {held.get(row)}, the arrays say by {req}")

@@ -230,7 +230,7 @@ class PrefillManager:
         need = cache.pages_for(len(req.ids)) - len(shared)
         # Alone, a request needs no margin: `Admission` has checked that the pool can hold it to its end.
         margin = cache.pages_for(reserved + self.growth.tokens(req)) if reserved else 0
-        needs = {FULL: need} | ({} if cache.bounded is None else cache.bounded.row_needs)
+        needs = {FULL: need} | cache.row_needs(req)
         if need + margin > cache.available or not cache.make_room(needs, handle=req.cache_handle):
             cache.detach(req)
             # Alone, a request fits, though not always beside its snapshot.
@@ -238,8 +238,7 @@ class PrefillManager:
         own = cache.pages.allocate(need)
         self.rows.allocate(req, len(shared) * cache.page_size)
         req.pages = shared + own
-        if cache.bounded is not None:
-            cache.bounded.open(req, (other for other in self.waiting[:NEIGHBOURS] if other is not req))
+        cache.open(req, (other for other in self.waiting[:NEIGHBOURS] if other is not req))
         if not req.is_loading:  # else the next step would wait until pages are free that it does not use yet
             self.rows.set_pages(req, 0, req.pages)
         if req.prompt_logprobs is not None:

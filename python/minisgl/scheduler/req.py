@@ -75,6 +75,7 @@ class Req:
         self.system_tokens = system_tokens  # of the prompt: others may begin with them
         self.capture_at: dict[int, Reason] = {}  # numbers of tokens to capture, and why
         self.captures: list[tuple[int, Snapshot]] = []  # those that were made, until the result is finite
+        self.target: Any = None  # the lock on all of the prefix that is loaded, in a model with bounded state
         self.is_loading = False  # a part of its cached prefix is still to be loaded from a tier
         self.matcher: TokenMatcher | None = None  # has advanced over all confirmed tokens; None without a grammar
         # Log-probabilities of the prompt so far, columns of the step results; None once sent, or if not asked for.

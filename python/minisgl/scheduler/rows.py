@@ -135,7 +135,7 @@ class Rows:
         """Count the tokens of `plan` as planned."""
         rows = plan.slots["row"].astype(np.intp)
         self.cached_len[rows] = plan.slots["stop"]
-        self.last_step[rows] = plan.step
+        self.last_step[rows] = self.last_step[plan.restores["row"]] = plan.step
 
     def confirm(self, rows: Index, tokens: Ints) -> Index:
         """Append a sampled token to each of `rows`; return the indices of the rows that may have ended."""

@@ -382,6 +382,8 @@ class Scheduler:
         is_live = rows.is_live[sampled]
         usable = is_live & (confirmed.finite != 0)
         if not usable.all():
+            for req in [req for req in self.prefill.chunked if req.is_loading]:  # maybe what is damaged
+                self._leave(req, Status.PREEMPTED)
             for req in rows.holders(sampled[is_live & ~usable]):
                 if self.cache.drop_damaged(req):  # a damaged page of a tier: compute the prompt
                     rows.end(req)

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections import deque
 from typing import TYPE_CHECKING, Final
 
+from minisgl.core.layout import FULL
 from minisgl.core.message import EngineView, NodeView, RequestView, StatsMsg, StepView, TierView, ids_to_bytes
 
 if TYPE_CHECKING:
@@ -80,14 +81,16 @@ class Stats:
 
 
 def _tiers(cache: CacheManager) -> list[TierView]:
+    blocks = cache.arena.blocks
+    units = blocks.units // blocks.pages[FULL]
     return [
         TierView(
             name=tier.spec.name,
-            pages_total=tier.spec.num_slots,
-            pages_held=tier.spec.num_slots - tier.free_size,
-            stored=tier.stored_pages,
-            loaded=tier.loaded_pages,
-            lost=tier.lost_pages,
+            pages_total=tier.spec.num_slots // units,
+            pages_held=(tier.spec.num_slots - tier.free_size) // units,
+            stored=tier.stored_pages // units,
+            loaded=tier.loaded_pages // units,
+            lost=tier.lost_pages // units,
         )
         for tier in cache.prefix.tiers
     ]

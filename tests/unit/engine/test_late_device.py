@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 import random
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -18,9 +19,8 @@ from minisgl.core.plan import FinishReason
 from minisgl.device.device import CpuDevice, Device
 from minisgl.engine.engine import Engine
 from minisgl.engine.resolve import resolve
-from minisgl.kvcache import tree
+from minisgl.kvcache import storage, tree
 from minisgl.kvcache.snapshots import IdPool
-from minisgl.kvcache.store import StateStore
 from minisgl.models.model_config import LinearConfig
 from minisgl.scheduler.budget import LoadBudget, Pace
 from minisgl.scheduler.check import check_idle
@@ -28,8 +28,9 @@ from minisgl.scheduler.grammars import Grammars
 from minisgl.scheduler.io import OfflineIO
 from minisgl.scheduler.scheduler import Scheduler
 from minisgl.settings.options import SchedulerConfig, build_config
+from support.fake_engine import planned_units, unit_ids
 from support.fake_grammar import FakeCompiler, LateExecutor
-from support.late_device import LateDevice
+from support.late_device import LateCopy, LateDevice
 from support.tiny_model import VOCAB, write_tiny_model
 
 pytestmark = pytest.mark.usefixtures("fixed_costs")
@@ -69,9 +70,28 @@ def make_requests(seed: int) -> Requests:
     return requests
 
 
-def give_poisoned(store: StateStore, pool: IdPool, release: Callable[[list[int]], None], ids: list[int]) -> None:
-    store.poison([i for i in ids if i not in pool.others], pool.group)
-    release(ids)
+def scramble(path: Path) -> None:
+    """Change a byte in each 64 after the header."""
+    data = np.fromfile(path, np.uint8)
+    data[storage.HEADER_BYTES + 32 :: 64] ^= 1
+    data.tofile(path)
+
+
+def give_poisoned(
+    scheduler: Scheduler, pool: IdPool, release: Callable[..., None], ids: list[int], *, last: bool = False
+) -> None:
+    """Poison what becomes free, but not before it is in its tier."""
+    engine = scheduler.engine
+    assert isinstance(engine, Engine)
+    planned, copies = planned_units(scheduler.cache), engine.mover._newest
+
+    def waits(unit: int) -> bool:
+        copy = copies.get((-1, unit))
+        return unit in planned or (isinstance(copy, LateCopy) and not copy.is_done)
+
+    freed = [i for i in ids if i not in pool.others and not any(map(waits, unit_ids(pool.blocks, pool.group, i)))]
+    engine.parts.store.poison(freed, pool.group)
+    release(ids, last=last)
 
 
 def run(
@@ -79,7 +99,7 @@ def run(
     device: Device,
     requests: Requests,
     aborts: frozenset[int] = frozenset(),
-    host_kv: int = 0,
+    tiers: Mapping[str, object] = {},
     window: int | None = None,
     gives_back: bool = True,
     recurs: bool = False,
@@ -90,7 +110,7 @@ def run(
     # Op by op: the C++ step computes at once, whatever the device.
     settings = {"model": str(folder), "dummy_weight": True, "attention_backend": "cpu", **options}
     config = build_config(SchedulerConfig, settings)
-    spec = replace(resolve(config.engine, "cpu"), host_kv=host_kv)  # which is refused on a CPU, where it gains nothing
+    spec = replace(resolve(config.engine, "cpu"), **tiers)  # `host_kv` is refused on a CPU, where it gains nothing
     windows = (*[None] * (1 + recurs), window)
     model = replace(spec.model, layers=spec.model.layers[:1] * len(windows), windows=windows, gives_back=gives_back)
     if recurs:
@@ -102,7 +122,7 @@ def run(
     scheduler = Scheduler(config, engine, io, Grammars(FakeCompiler(VOCAB), compiling))
     scheduler.cache.on_free = engine.parts.store.poison
     for pool in [] if scheduler.cache.bounded is None else scheduler.cache.bounded.pools:
-        pool.release = partial(give_poisoned, engine.parts.store, pool, pool.release)
+        pool.release = partial(give_poisoned, scheduler, pool, pool.release)
     outputs: dict[int, list[int]] = {uid: [] for uid in range(len(requests))}
     endings: dict[int, FinishReason] = {}
     todo = list(enumerate(requests))
@@ -128,6 +148,11 @@ def run(
                 endings[end.uid] = end.reason
     assert len(endings) == len(requests)
     check_idle(scheduler)
+    scheduler.save()
+    for copy in engine.mover._newest.values():
+        if isinstance(copy, LateCopy):
+            copy.run()
+    engine.shutdown()
     return outputs, scheduler
 
 
@@ -172,7 +197,7 @@ def test_pages_come_back_from_the_host_as_they_were(
     options = {"num_pages": 100, "max_running_requests": 6, "max_prefill_length": 32, **options}
     requests = make_requests(7)
     without, _ = run(folder, CpuDevice(1), requests, **options)
-    late, scheduler = run(folder, LateDevice(1), requests, host_kv=1 << 18, **options)
+    late, scheduler = run(folder, LateDevice(1), requests, tiers={"host_kv": 1 << 18}, **options)
     (tier,) = scheduler.cache.prefix.tiers
     assert late == without
     assert tier.stored_pages > tier.loaded_pages > 10 and tier.lost_pages == 0
@@ -200,8 +225,6 @@ def test_pages_behind_windows_are_given_back(folder: Path, depth: int, options: 
         assert scheduler.stats.preemptions > 0
     if "cache_type" not in options:
         assert scheduler.stats.cached_tokens > 0
-    if options["speculate"] != "off":
-        assert 0 < scheduler.stats.accepted_tokens < scheduler.stats.drafted_tokens
 
 
 @pytest.mark.parametrize(
@@ -258,6 +281,34 @@ def test_state_of_a_recurrent_layer_follows_its_text(
         assert scheduler.stats.preemptions > 0
     if "cache_type" not in options:
         assert scheduler.stats.cached_tokens > 0
+    if options["speculate"] != "off":
+        assert 0 < scheduler.stats.accepted_tokens < scheduler.stats.drafted_tokens
+
+
+@pytest.mark.parametrize(("window", "recurs"), [(9, False), (9, True)])
+def test_snapshots_come_back_from_tiers_as_they_were(
+    folder: Path, window: int | None, recurs: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """From host memory; from the file of an earlier process; and not where that is damaged."""
+    monkeypatch.setattr(storage, "_page_seconds", lambda folder, size: 1e-9)
+    model: dict[str, Any] = {"window": window, "recurs": recurs, "speculate": "off"}
+    requests = make_requests(7)[:12]
+    alone, _ = run(folder, CpuDevice(1), requests, cache_type="naive", **model)
+    pages, size = (96, 1 << 20) if recurs else (40, 1 << 18)
+    model |= {"page_size": 4, "num_pages": pages, "max_running_requests": 6, "max_prefill_length": 32}
+    disk = {"disk_kv": (tmp_path / "kv", 2 * size)}
+    counts = []
+    for tiers in ({"host_kv": size}, disk, disk, "damage", disk):
+        if isinstance(tiers, str):
+            scramble(tmp_path / "kv" / "rank0.kv")
+            continue
+        found, scheduler = run(folder, LateDevice(1), requests, tiers=tiers, **model)
+        assert found == alone
+        (tier,) = scheduler.cache.prefix.tiers
+        counts.append((tier.loaded_pages > 5, tier.lost_pages > 0, scheduler.stats.cached_tokens))
+    assert [loaded for loaded, _, _ in counts[:3]] == [True] * 3
+    assert [lost for _, lost, _ in counts] == [False, False, False, True]
+    assert counts[2][2] > counts[1][2], "the file was of no use"
 
 
 def test_aborts_while_late_leave_the_others_untouched(folder: Path) -> None:

@@ -178,7 +178,7 @@ def test_computed_pages_are_not_given_up_for_loaded_ones() -> None:
     cache.mark_intact(handle)
     assert cache.insert_prefix(tokens, ids(30, 31, 32)).pages.tolist() == [20, 21, 32]
     moves = cache.pop_moves()
-    assert moves[["page", "slot", "kind"]].tolist() == [(10, 0, 0), (11, 1, 0), (12, 2, 0), (20, 0, 1), (21, 1, 1)]
+    assert moves[["unit", "slot", "kind"]].tolist() == [(10, 0, 0), (11, 1, 0), (12, 2, 0), (20, 0, 1), (21, 1, 1)]
     assert cache.match_prefix(tokens, b"salt").handle.num_pages == 0
     cache.check_integrity()
 

@@ -7,13 +7,12 @@ from collections.abc import Iterable
 import numpy as np
 import pytest
 
-from minisgl.core.errors import ConfigError, InvariantError
+from minisgl.core.errors import InvariantError
 from minisgl.core.layout import STATE, WINDOW
 from minisgl.core.plan import BatchPlan, FinishReason
 from minisgl.kvcache import snapshots
 from minisgl.kvcache.arena import Arena, Blocks
 from minisgl.kvcache.snapshots import Bounded, IdPool, Reason, Snapshot, Snapshots
-from minisgl.kvcache.tiers import TierSpec
 from minisgl.scheduler import bounded
 from minisgl.scheduler.bounded import BoundedState
 from minisgl.scheduler.req import Req
@@ -157,12 +156,6 @@ def test_the_most_ids_of_a_row_allow_for_drafts() -> None:
         pool = IdPool(Arena(Blocks(5000, (1, 1))), Bounded(WINDOW, window), page, 0)
         most = max(len(pool.span(n, n + 3 * snapshots.STEP_TOKENS)) for n in range(window, window + 3 * page))
         assert most == pool.per_row
-
-
-def test_tiers_are_refused(kinds: list[Bounded]) -> None:
-    engine = FakeEngine(tiers=[TierSpec("host", 40, 1e-6)], bounded=kinds, room=[20] * len(kinds))
-    with pytest.raises(ConfigError, match="do not keep the windows"):
-        Harness(engine, 1)
 
 
 def test_without_a_prefix_cache_nothing_is_kept(kinds: list[Bounded]) -> None:

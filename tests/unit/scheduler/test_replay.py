@@ -72,10 +72,11 @@ def test_random_traces_are_planned_alike(
 
 
 @pytest.mark.parametrize("depth", [0, 1])
-def test_moves_between_tiers_are_planned_alike(depth: int, options: dict[str, Any], path: str) -> None:
+@pytest.mark.parametrize("bounded", ["", "window state"])
+def test_moves_between_tiers_are_planned_alike(depth: int, bounded: str, options: dict[str, Any], path: str) -> None:
     """A disk too, whose pages are written while nothing else is to do; its folder is not touched."""
-    tiers = [TierSpec("host", 30, 1e-6), TierSpec("disk", 60, 1e-6, lasts=True)]
-    h, _ = run_random_trace(depth, depth, "off", tiers, damage=0.2)
+    tiers = [TierSpec("host", 90, 1e-6), TierSpec("disk", 180, 1e-6, lasts=True)]
+    h, _ = run_random_trace(depth, depth, "off", tiers, damage=0.2, bounded=bounded)
     replay = replay_of(h, path)
     replay.advance()
     for of in (h, replay):

@@ -2,17 +2,20 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import numpy as np
 import pytest
 
-from minisgl.core.layout import LOAD, MOVE
+from minisgl.core.layout import LOAD, MOVE, STATE, WINDOW
 from minisgl.core.plan import BatchPlan, FinishReason, StepCosts
 from minisgl.kvcache import tree
+from minisgl.kvcache.snapshots import Bounded
 from minisgl.kvcache.tiers import TierSpec
 from minisgl.scheduler import budget
 from minisgl.scheduler.budget import LoadBudget, Pace
 from minisgl.scheduler.stats import engine_view
-from support.fake_engine import FakeEngine
+from support.fake_engine import FakeEngine, expected_output
 from support.traces import Harness, run_random_trace
 
 HOST, DISK = TierSpec("host", 40, 1e-6), TierSpec("disk", 60, 1e-6, lasts=True)
@@ -55,6 +58,25 @@ def test_random_traces_with_tiers(
         lost += sum(tier.lost_pages for tier in tiers)
         assert h.engine.num_moves == [sum(t.stored_pages for t in tiers), sum(t.loaded_pages for t in tiers)]
     assert stored > 50 and loaded > 2
+    assert (lost > 0) == (damage > 0)
+
+
+@pytest.mark.parametrize(("damage", "depth"), [(0.0, 1), (0.2, 0), (0.2, 2)])
+def test_random_traces_with_snapshots_in_tiers(damage: float, depth: int, small_parts: None) -> None:
+    """Windows and recurrent states, in slots that hold a part of a page of the group with the largest."""
+    tiers = [replace(HOST, num_slots=160), replace(DISK, num_slots=240)]
+    stored = loaded = lost = saved = 0
+    for kinds in ("window", "state", "window state"):
+        speculate = "auto" if kinds == "window state" else "off"
+        h, _ = run_random_trace(10, depth, speculate, tiers, damage, bounded=kinds)
+        h.step()  # what was evicted at the end
+        assert {*h.errors.values()} <= {"", "no grammar"}
+        found = h.scheduler.cache.prefix.tiers
+        counts = [sum(getattr(tier, f"{name}_pages") for tier in found) for name in ("stored", "loaded", "lost")]
+        assert h.engine.num_moves == counts[:2]
+        stored, loaded, lost = (a + b for a, b in zip((stored, loaded, lost), counts, strict=True))
+        saved += len(h.scheduler.cache.prefix._keeper.saved[1])  # type: ignore[attr-defined]
+    assert stored > 500 and loaded > 200 and saved > 3
     assert (lost > 0) == (damage > 0)
 
 
@@ -211,3 +233,93 @@ def test_moves_travel_in_a_packed_plan() -> None:
     assert moves.dtype == MOVE and len(moves) == sum(h.engine.num_moves)
     stored, loaded = ({*moves["name"][(moves["kind"] == LOAD) == i].tolist()} for i in (0, 1))
     assert loaded and loaded < stored
+
+
+KINDS = {"window": [Bounded(WINDOW, 10)], "state": [Bounded(STATE)], "both": [Bounded(WINDOW, 10), Bounded(STATE)]}
+
+
+@pytest.fixture(params=KINDS)
+def bounded(request: pytest.FixtureRequest) -> Harness:
+    """A scheduler of a model with bounded state, whose memory holds one long request and hardly a snapshot."""
+    kinds = KINDS[request.param]
+    memory = {"num_pages": 15, "bounded": kinds, "room": [18 if kind.window else 2 for kind in kinds]}
+    per_block = (1, 1, 1) if request.param == "window" else (3, 1, 1)
+    costs, tiers = StepCosts(1e-3, 1e-4), [TierSpec("host", 300, 1e-6)]
+    return Harness(FakeEngine(rows=2, vocab=5003, costs=costs, tiers=tiers, per_block=per_block, **memory), 1)
+
+
+def ask_on(h: Harness, start: int) -> tuple[int, int]:
+    """Go on after the answer to `ask`; return how many tokens were cached, and how many may be.
+
+    An answer is handed over with its window, but a recurrent state is that of the prompt.
+    """
+    prompt = [*range(start, start + 40)]
+    prompt += expected_output(prompt, 8, h.engine.vocab, ignore_eos=True)
+    before = h.scheduler.stats.cached_tokens
+    h.add([*prompt, 7], 2, ignore_eos=True)
+    h.finish_all()
+    h.check_outputs()
+    return h.scheduler.stats.cached_tokens - before, 36 if h.engine.has_state else 44
+
+
+def test_a_prefix_is_found_in_a_tier_with_its_snapshot(bounded: Harness) -> None:
+    h = bounded
+    assert [ask(h, 100), ask(h, 200)] == [0, 0]
+    for start in (100, 200):
+        found, cached = ask_on(h, start)
+        assert found == cached
+    assert h.scheduler.stats.snapshot(h.scheduler).tiers[0].loaded >= 18
+    h.scheduler.cache.flush()
+    assert ask_on(h, 100)[0] == 0, "a flushed prefix was found"
+
+
+def test_a_snapshot_that_costs_more_than_the_text_is_not_loaded(bounded: Harness) -> None:
+    h = bounded
+    ask(h, 100), ask(h, 200)
+    (tier,) = h.scheduler.cache.prefix.tiers
+    tier.cost = 0.99
+    assert ask_on(h, 100)[0] == 0, "9 pages and a snapshot take longer than 9 pages"
+    assert tier.loaded_pages == 0
+
+
+def test_a_snapshot_is_loaded_in_parts_and_may_be_aborted(bounded: Harness, small_parts: None) -> None:
+    """A unit in each step; a second request waits for the same snapshot, and does not take a part of it for all."""
+    h = bounded
+    ask(h, 100), ask(h, 200)
+    prompt = [*h.requests[0][0], *h.outputs[0]]
+    first, second = (h.add([*prompt, i], 2, ignore_eos=True) for i in range(2))
+    for _ in range(10):
+        h.step()
+    assert h.engine.num_moves[1] > 5 and not h.outputs[first]
+    h.abort(first)
+    h.finish_all()
+    h.check_outputs()
+    assert h.endings[second] is FinishReason.LENGTH and h.engine.num_moves[1] > 9
+    assert not h.scheduler.cache.prefix.snapshots.awaited  # type: ignore[union-attr]
+
+
+def test_a_damaged_snapshot_is_computed_again(bounded: Harness) -> None:
+    h = bounded
+    ask(h, 100), ask(h, 200)
+    keeper = h.scheduler.cache.prefix._keeper  # type: ignore[attr-defined]
+    h.engine.damaged = {(0, slot) for saved in keeper.saved[1].values() for slot in saved.slots.tolist()}
+    assert h.engine.damaged
+    ask_on(h, 100)
+    assert keeper.tiers[0].lost_pages > 0
+    h.engine.damaged.clear()
+    ask(h, 300)
+    found, cached = ask_on(h, 100)
+    assert found >= cached, "what was computed again was not kept"
+
+
+def test_a_conversation_keeps_one_snapshot_in_a_tier(bounded: Harness) -> None:
+    """That of its newest turn: the ones before are passed."""
+    h, text = bounded, list(range(100, 112))
+    for turn in range(3):
+        uid = h.add(text, 4, ignore_eos=True)
+        h.finish_all()
+        text += [*h.outputs[uid], *range(1000 + 10 * turn, 1008 + 10 * turn)]
+        ask(h, 500 + 100 * turn)
+    keeper = h.scheduler.cache.prefix._keeper  # type: ignore[attr-defined]
+    texts = [keeper._tree.path(node)[0].key[0] for node in keeper.saved[1]]
+    assert texts.count(100) == 1
