@@ -1,7 +1,8 @@
 """Gated DeltaNet: `ops/gated_delta.py`, which has the formulas and the letters in shapes, for a GPU.
 
-Decoding is one kernel: a program has a sequence and a value head, and only reads S. Chunks of prompts take four. After
-the convolution, `_prepare` does what needs no S, for each block of BLOCK tokens at once. With G the sums of g since the
+Decoding only reads S. One token of each sequence takes three kernels: `_prepare_one`, `_decode_one`, which has parts of
+S on their way while the first runs, and `_finish`; drafts take one, `_decode`. Chunks of prompts take four. After the
+convolution, `_prepare` does what needs no S, for each block of BLOCK tokens at once. With G the sums of g since the
 block began, T = (I + A)^-1 and A[i, j] = beta[i] k[i].k[j] exp(G[i] - G[j]) for j < i (section 3.3 of the paper):
 
     W = T (beta exp(G) k);   U = T (beta v);   P[i, j] = q[i].k[j] exp(G[i] - G[j]) for j <= i
@@ -124,13 +125,13 @@ def _gated(x, z, weight_ptrs, eps, DV: tl.constexpr):
 @triton.jit
 def _recent(
     recent_ptr, decay_ptr, head, start, stop, offs_v,
-    HK: tl.constexpr, HV: tl.constexpr, DK: tl.constexpr, DV: tl.constexpr, R: tl.constexpr,
+    HK: tl.constexpr, HV: tl.constexpr, DK: tl.constexpr, DV: tl.constexpr, R: tl.constexpr, N: tl.constexpr = TILE,
 ):  # fmt: skip
-    """Load k and u of the last TILE tokens of a slot before position `stop`, zeros before position `start`.
+    """Load k and u of the last N tokens of a slot before position `stop`, zeros before position `start`.
 
     Also return for each the sum of g after it, and the sum of all.
     """
-    position = tl.maximum(stop - TILE, start) + tl.arange(0, TILE)
+    position = tl.maximum(stop - N, start) + tl.arange(0, N)
     mask, entry = position < stop, position % R
     ptrs = recent_ptr + (entry * (HK * DK + HV * DV))[:, None]
     keys = ptrs + (head // (HV // HK) * DK + tl.arange(0, DK))[None, :]
@@ -177,27 +178,6 @@ def _inverse(a, PRECISION: tl.constexpr):
 
 
 @triton.jit
-def _one(
-    q, k, v, beta, g, s, recent_ptr, decay_ptr, head, state_len, start,
-    HK: tl.constexpr, HV: tl.constexpr, DK: tl.constexpr, DV: tl.constexpr, R: tl.constexpr,
-):  # fmt: skip
-    """Return u and out [DV] of one token, in float32; see `_several`."""
-    of_k, of_q = tl.zeros([TILE, DV], tl.float32), tl.zeros([TILE, DV], tl.float32)
-    total = g
-    for back in range(0, start - state_len, TILE):
-        keys, us, after, in_tile = _recent(
-            recent_ptr, decay_ptr, head, state_len, start - back, tl.arange(0, DV), HK, HV, DK, DV, R
-        )
-        keys, us, after = keys.to(tl.float32), us.to(tl.float32), tl.exp(after + total)
-        of_k += us * (tl.sum(keys * k[None, :], 1) * after)[:, None]
-        of_q += us * (tl.sum(keys * q[None, :], 1) * after)[:, None]
-        total += in_tile
-    total = tl.exp(total)
-    u = beta * (v - tl.sum(s * k[:, None], 0) * total - tl.sum(of_k, 0))
-    return u, tl.sum(s * q[:, None], 0) * total + tl.sum(of_q, 0) + tl.sum(q * k, 0) * u
-
-
-@triton.jit
 def _several(
     q, k, v, beta, g, s_ptrs, recent_ptr, decay_ptr, head, state_len, start,
     HK: tl.constexpr, HV: tl.constexpr, DK: tl.constexpr, DV: tl.constexpr, R: tl.constexpr, PRECISION: tl.constexpr,
@@ -231,14 +211,118 @@ def _several(
 
 
 @triton.jit(do_not_specialize_on_alignment=_POINTERS)
+def _prepare_one(
+    x_ptr, ba_ptr, conv_ptr, a_log_ptr, dt_bias_ptr, recent_ptr, decay_ptr, ring_ptr, slots_ptr, state_lens_ptr,
+    cu_query_lens_ptr, positions_ptr, inputs_ptr, products_ptr,
+    stride_x, stride_ba, stride_recent, stride_decay, stride_ring,
+    HK: tl.constexpr, HV: tl.constexpr, DK: tl.constexpr, DV: tl.constexpr, R: tl.constexpr, WIDTH: tl.constexpr,
+    PDL: tl.constexpr,
+):  # fmt: skip
+    """A head of q, k or v of one token, and what needs no S; grid (2 Hk + Hv, sequences).
+
+    Writes q, k, v and beta [C + Hv] and, for q and k, products [2 Hk, N] with k of the tokens since S, of `_recent`.
+    """
+    if PDL:
+        gdc_wait()  # first, so that `_decode_one` may read all that this kernel does not write before it waits
+        gdc_launch_dependents()
+    CHANNELS: tl.constexpr = 2 * HK * DK + HV * DV
+    N: tl.constexpr = triton.next_power_of_2(R)
+    head, seq = tl.program_id(0), tl.program_id(1)
+    first = tl.load(cu_query_lens_ptr + seq).to(tl.int64)
+    token = (tl.load(cu_query_lens_ptr + seq + 1) - first).to(tl.int32) - 1
+    slot = tl.load(slots_ptr + seq).to(tl.int64)
+    if token < 0:
+        return
+    start = tl.load(positions_ptr + first)
+    x_ptr += first * stride_x
+    ring_ptr += slot * stride_ring
+    recent_ptr += slot * stride_recent
+    decay_ptr += slot * stride_decay
+    inputs_ptr += seq * (CHANNELS + HV)
+    is_token, target_ptr = token == 0, ring_ptr + start % (R + WIDTH - 1) * CHANNELS
+    if head < 2 * HK:
+        offs_k, of_keys = tl.arange(0, DK), head % HK * (HV // HK)
+        channel = head * DK + offs_k
+        keys, _us, _after, _total = _recent(
+            recent_ptr, decay_ptr, of_keys, tl.load(state_lens_ptr + seq), start, tl.arange(0, DV), HK, HV, DK, DV, R, N
+        )
+        x = _convolved(
+            x_ptr, stride_x, ring_ptr, conv_ptr, start, token, is_token, channel, R + WIDTH - 1, CHANNELS, WIDTH
+        )
+        x = _unit(x) * tl.where(head < HK, DK**-0.5, 1.0)
+        products = tl.sum(keys.to(tl.float32) * x[None, :], 1)
+        tl.store(products_ptr + (seq * (2 * HK) + head) * N + tl.arange(0, N), products)
+        recent_ptrs = recent_ptr + start % R * (HK * DK + HV * DV) + channel - HK * DK
+        tl.store(recent_ptrs, x.to(recent_ptr.dtype.element_ty), mask=is_token & (head >= HK))
+        tl.store(inputs_ptr + channel, x)
+        tl.store(target_ptr + channel, tl.load(x_ptr + channel))
+    else:
+        head -= 2 * HK
+        channel = 2 * HK * DK + head * DV + tl.arange(0, DV)
+        v = _convolved(
+            x_ptr, stride_x, ring_ptr, conv_ptr, start, token, is_token, channel, R + WIDTH - 1, CHANNELS, WIDTH
+        )
+        beta, g = _beta_and_decay(ba_ptr, stride_ba, a_log_ptr, dt_bias_ptr, first, is_token, head, HV)
+        tl.store(decay_ptr + start % R * HV + head, g)
+        tl.store(inputs_ptr + CHANNELS + head, beta)
+        tl.store(inputs_ptr + channel, v)
+        tl.store(target_ptr + channel, tl.load(x_ptr + channel))
+
+
+@triton.jit(do_not_specialize_on_alignment=_POINTERS)
+def _decode_one(
+    delta_ptr, recent_ptr, decay_ptr, slots_ptr, state_lens_ptr, cu_query_lens_ptr, positions_ptr, inputs_ptr,
+    products_ptr, out_ptr, stride_delta, stride_recent, stride_decay,
+    HK: tl.constexpr, HV: tl.constexpr, DK: tl.constexpr, DV: tl.constexpr, R: tl.constexpr,
+    BLOCK_V: tl.constexpr, PDL: tl.constexpr,
+):  # fmt: skip
+    """u and out of one token, BLOCK_V columns of a value head; grid (Hv * Dv / BLOCK_V, sequences)."""
+    if PDL:
+        gdc_launch_dependents()
+    CHANNELS: tl.constexpr = 2 * HK * DK + HV * DV
+    N: tl.constexpr = triton.next_power_of_2(R)
+    dtype = out_ptr.dtype.element_ty
+    head, seq = tl.program_id(0) // (DV // BLOCK_V), tl.program_id(1)
+    key_head = head // (HV // HK)
+    offs_k, offs_v = tl.arange(0, DK), tl.program_id(0) % (DV // BLOCK_V) * BLOCK_V + tl.arange(0, BLOCK_V)
+    first = tl.load(cu_query_lens_ptr + seq).to(tl.int64)
+    end = tl.load(cu_query_lens_ptr + seq + 1)
+    slot = tl.load(slots_ptr + seq).to(tl.int64)
+    state_len = tl.load(state_lens_ptr + seq)
+    if first == end:  # if all are so, the first kernel has not written anything to wait for
+        return
+    s_ptr = delta_ptr + slot * stride_delta + head * DK * DV
+    s = tl.load(s_ptr + offs_k[:, None] * DV + offs_v[None, :])
+    start = tl.load(positions_ptr + first)
+    recent_ptr += slot * stride_recent
+    decay_ptr += slot * stride_decay
+    _keys, us, after, total = _recent(recent_ptr, decay_ptr, head, state_len, start, offs_v, HK, HV, DK, DV, R, N)
+    if PDL:
+        gdc_wait()
+    inputs_ptr += seq * (CHANNELS + HV)
+    q_ptr = inputs_ptr + key_head * DK + offs_k
+    products_ptr += (seq * (2 * HK) + key_head) * N + tl.arange(0, N)
+    q, k = tl.load(q_ptr), tl.load(q_ptr + HK * DK)
+    v, beta = tl.load(inputs_ptr + 2 * HK * DK + head * DV + offs_v), tl.load(inputs_ptr + CHANNELS + head)
+    of_q, of_k = tl.load(products_ptr), tl.load(products_ptr + HK * N)
+    g = tl.load(decay_ptr + start % R * HV + head)
+    s, us, after, total = s.to(tl.float32), us.to(tl.float32), tl.exp(after + g), tl.exp(total + g)
+    u = beta * (v - tl.sum(s * k[:, None], 0) * total - tl.sum(us * (of_k * after)[:, None], 0))
+    out = tl.sum(s * q[:, None], 0) * total + tl.sum(us * (of_q * after)[:, None], 0) + tl.sum(q * k, 0) * u
+    column = head * DV + offs_v
+    tl.store(recent_ptr + start % R * (HK * DK + HV * DV) + HK * DK + column, u.to(dtype))
+    tl.store(out_ptr + first * (HV * DV) + column, out.to(dtype))
+
+
+@triton.jit(do_not_specialize_on_alignment=_POINTERS)
 def _decode(
     x_ptr, ba_ptr, conv_ptr, a_log_ptr, dt_bias_ptr, norm_ptr, delta_ptr, recent_ptr, decay_ptr, ring_ptr, slots_ptr,
     state_lens_ptr, cu_query_lens_ptr, positions_ptr, out_ptr,
     stride_x, stride_ba, stride_delta, stride_recent, stride_decay, stride_ring, eps,
     HK: tl.constexpr, HV: tl.constexpr, DK: tl.constexpr, DV: tl.constexpr, R: tl.constexpr, WIDTH: tl.constexpr,
-    TOKENS: tl.constexpr, PRECISION: tl.constexpr, PDL: tl.constexpr,
+    PRECISION: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
-    """Everything for up to TOKENS tokens of a sequence and a value head; grid (Hv, sequences)."""
+    """Everything for up to TILE tokens of a sequence and a value head; grid (Hv, sequences)."""
     if PDL:
         gdc_launch_dependents()
         gdc_wait()
@@ -254,43 +338,25 @@ def _decode(
         return
     offs_k, offs_v = tl.arange(0, DK), tl.arange(0, DV)
     s_ptrs = delta_ptr + slot * stride_delta + head * DK * DV + offs_k[:, None] * DV + offs_v[None, :]
-    if TOKENS == 1:
-        s = tl.load(s_ptrs).to(tl.float32)
     start = tl.load(positions_ptr + first)
     x_ptr += first * stride_x
     ring_ptr += slot * stride_ring
     recent_ptr += slot * stride_recent
     decay_ptr += slot * stride_decay
-    if TOKENS == 1:
-        tokens = count - 1
-        token, mask = tokens, tokens == 0
-    else:
-        tokens = tl.arange(0, TOKENS)
-        token, mask, offs_k, offs_v = tokens[:, None], (tokens < count)[:, None], offs_k[None, :], offs_v[None, :]
+    tokens = tl.arange(0, TILE)
+    token, mask, offs_k, offs_v = tokens[:, None], (tokens < count)[:, None], offs_k[None, :], offs_v[None, :]
     key = head // (HV // HK) * DK + offs_k
     offs_v += head * DV
     value = 2 * HK * DK + offs_v
     v = _convolved(x_ptr, stride_x, ring_ptr, conv_ptr, start, token, mask, value, RING, CHANNELS, WIDTH)
     z = tl.load(x_ptr + token * stride_x + CHANNELS + offs_v, mask=mask, other=0.0)
     beta, g = _beta_and_decay(ba_ptr, stride_ba, a_log_ptr, dt_bias_ptr, first + tokens, tokens < count, head, HV)
-    if TOKENS == 1:
-        # As one tile, which is too large for the compiler to compute it again in every layout that it is needed in.
-        part = tl.arange(0, 2)[:, None]
-        both = part * (HK * DK) + key[None, :]
-        both = _convolved(x_ptr, stride_x, ring_ptr, conv_ptr, start, token, mask, both, RING, CHANNELS, WIDTH)
-        both = _unit(both)
-        q, k = tl.sum(tl.where(part == 0, both, 0.0), 0), tl.sum(tl.where(part == 1, both, 0.0), 0)
-    else:
-        q = _convolved(x_ptr, stride_x, ring_ptr, conv_ptr, start, token, mask, key, RING, CHANNELS, WIDTH)
-        k = _convolved(x_ptr, stride_x, ring_ptr, conv_ptr, start, token, mask, HK * DK + key, RING, CHANNELS, WIDTH)
-        q, k = _unit(q), _unit(k)
-    q *= DK**-0.5
-    if TOKENS == 1:
-        u, out = _one(q, k, v, beta, g, s, recent_ptr, decay_ptr, head, state_len, start, HK, HV, DK, DV, R)
-    else:
-        u, out = _several(
-            q, k, v, beta, g, s_ptrs, recent_ptr, decay_ptr, head, state_len, start, HK, HV, DK, DV, R, PRECISION
-        )
+    q = _convolved(x_ptr, stride_x, ring_ptr, conv_ptr, start, token, mask, key, RING, CHANNELS, WIDTH)
+    k = _convolved(x_ptr, stride_x, ring_ptr, conv_ptr, start, token, mask, HK * DK + key, RING, CHANNELS, WIDTH)
+    q, k = _unit(q) * DK**-0.5, _unit(k)
+    u, out = _several(
+        q, k, v, beta, g, s_ptrs, recent_ptr, decay_ptr, head, state_len, start, HK, HV, DK, DV, R, PRECISION
+    )
     out = _gated(out, z, norm_ptr + offs_v - head * DV, eps, DV)
     tl.store(out_ptr + (first + token) * (HV * DV) + offs_v, out.to(dtype), mask=mask)
     has_key = head % (HV // HK) == 0
@@ -506,18 +572,21 @@ def _scan(
     )  # fmt: skip
 
 
-@triton.jit(do_not_specialize=["decodes", "num_tokens"])
+@triton.jit(do_not_specialize=["finished", "num_tokens"])
 def _finish(
-    out_ptr, x_ptr, norm_ptr, cu_query_lens_ptr, stride_x, decodes, num_tokens, eps,
-    HV: tl.constexpr, DV: tl.constexpr, CHANNELS: tl.constexpr, TOKENS: tl.constexpr,
+    out_ptr, x_ptr, norm_ptr, cu_query_lens_ptr, stride_x, finished, num_tokens, eps,
+    HV: tl.constexpr, DV: tl.constexpr, CHANNELS: tl.constexpr, TOKENS: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
     """Normalise and gate the outputs of TOKENS tokens and a value head in place; grid (Hv, parts of T).
 
-    Only tokens of chunks, which begin after `decodes` sequences.
+    Only tokens of the sequences after the first `finished`.
     """
+    if PDL:
+        gdc_wait()
+        gdc_launch_dependents()
     head = tl.program_id(0)
     token = tl.program_id(1).to(tl.int64) * TOKENS + tl.arange(0, TOKENS)
-    mask = ((token >= tl.load(cu_query_lens_ptr + decodes)) & (token < num_tokens))[:, None]
+    mask = ((token >= tl.load(cu_query_lens_ptr + finished)) & (token < num_tokens))[:, None]
     offs_v = tl.arange(0, DV)[None, :]
     ptrs = out_ptr + token[:, None] * (HV * DV) + head * DV + offs_v
     z = tl.load(x_ptr + token[:, None] * stride_x + CHANNELS + head * DV + offs_v, mask=mask, other=0.0)
@@ -532,19 +601,39 @@ def gated_delta(qkvz: Tensor, ba: Tensor, weights: DeltaWeights, state: DeltaSta
     out = qkvz.new_empty(len(qkvz), heads * dv)
     sizes: dict[str, Any] = {"HK": (size - heads * dv) // dk, "HV": heads, "DK": dk, "DV": dv, "R": entries}
     sizes |= {"WIDTH": weights.conv.shape[2], "PRECISION": _precision(qkvz.dtype)}
-    if step.decodes:
-        # Two programs on an SM read S at the memory's rate; if each has an SM, several tokens need not spill registers.
-        limit = {"maxnreg": 128} if step.shape.queries == 1 or step.decodes * heads > SMS else {}
+    chained = pdl_options(qkvz.device, step.decodes <= MAX_CHAINED)
+    finished = 0 if step.shape.queries == 1 else step.decodes
+    if step.decodes and step.shape.queries == 1:
+        channels, block_v = weights.conv.shape[0], min(dv, 32)
+        inputs = ba.new_empty(step.decodes, channels + heads, dtype=torch.float32)
+        products = ba.new_empty(step.decodes, 2 * sizes["HK"], triton.next_power_of_2(entries), dtype=torch.float32)
+        where = step.slots, step.state_lens, step.cu_query_lens, step.positions, inputs, products
+        _prepare_one[(2 * sizes["HK"] + heads, step.decodes)](
+            qkvz, ba, weights.conv, weights.a_log, weights.dt_bias, *state[1:], *where,
+            qkvz.stride(0), ba.stride(0), *(x.stride(0) for x in state[1:]), **_without(sizes, "PRECISION"), **chained,
+        )  # fmt: skip
+        _decode_one[(heads * dv // block_v, step.decodes)](
+            *state[:3], *where, out, *(x.stride(0) for x in state[:3]), **_without(sizes, "PRECISION", "WIDTH"),
+            BLOCK_V=block_v, num_warps=max(1, dk * block_v // 1024), **pdl_options(qkvz.device),
+        )  # fmt: skip
+    elif step.decodes:
+        # If each program has an SM, it need not spill registers.
+        limit = {"maxnreg": 128} if step.decodes * heads > SMS else {}
         assert step.shape.queries <= TILE.value, "more tokens than a tile has"
         _decode[(heads, step.decodes)](
             qkvz, ba, weights.conv, weights.a_log, weights.dt_bias, weights.norm, *state,
             step.slots, step.state_lens, step.cu_query_lens, step.positions, out,
             qkvz.stride(0), ba.stride(0), *(x.stride(0) for x in state), weights.eps, **sizes,
-            TOKENS=1 if step.shape.queries == 1 else TILE.value, num_warps=max(1, min(16, dk * dv // 2048)), **limit,
-            **pdl_options(qkvz.device, step.decodes <= MAX_CHAINED),
+            num_warps=max(1, min(16, dk * dv // 2048)), **limit, **chained,
         )  # fmt: skip
     if step.decodes < len(step.slots):
         _chunks(qkvz, ba, weights, state, step, out, sizes)
+    if finished < len(step.slots):
+        tokens = 16
+        _finish[(heads, triton.cdiv(len(qkvz), tokens))](
+            out, qkvz, weights.norm, step.cu_query_lens, qkvz.stride(0), finished, len(qkvz), weights.eps,
+            HV=heads, DV=dv, CHANNELS=weights.conv.shape[0], TOKENS=tokens, **pdl_options(qkvz.device),
+        )  # fmt: skip
     return out
 
 
@@ -587,11 +676,6 @@ def _chunks(
         step.captures, qkvz.stride(0), state.delta.stride(0), state.conv.stride(0), num_seqs, num_captures, **sizes,
         BLOCK_V=block_v, SEQUENCES=sequences, CAPTURES=triton.next_power_of_2(max(1, num_captures)),
         NUM_STAGES=1 if are_many or is_wide or dk > 128 or num_captures else 2, num_warps=4,
-    )  # fmt: skip
-    tokens = 16
-    _finish[(heads, triton.cdiv(len(qkvz), tokens))](
-        out, qkvz, weights.norm, step.cu_query_lens, qkvz.stride(0), step.decodes, len(qkvz), weights.eps,
-        HV=heads, DV=dv, CHANNELS=weights.conv.shape[0], TOKENS=tokens,
     )  # fmt: skip
 
 
