@@ -464,20 +464,22 @@ def _prepare(
 
 
 @triton.jit
-def _advance(s, k_ptr, w_ptr, total_ptr, u_ptr, count, offs_v, PRECISION: tl.constexpr, STRIDE: tl.constexpr):
+def _advance(
+    s, k_ptr, w_ptr, total_ptr, u_ptr, count, offs_v,
+    DTYPE: tl.constexpr, PRECISION: tl.constexpr, STRIDE: tl.constexpr,
+):  # fmt: skip
     """Return u, G and S after `count` tokens of a block; the pointers are of its first token."""
-    dtype = u_ptr.dtype.element_ty
     DK: tl.constexpr = s.shape[0]
     offs_t = tl.arange(0, BLOCK)
     offs_key = offs_t[:, None] * DK + tl.arange(0, DK)[None, :]
     mask = offs_t < count
-    w = tl.load(w_ptr + offs_key)
+    w = tl.load(w_ptr + offs_key).to(DTYPE)
     total = tl.load(total_ptr + offs_t)
     u = tl.load(u_ptr + offs_t[:, None].to(tl.int64) * STRIDE + offs_v[None, :], mask=mask[:, None], other=0.0)
-    k = tl.load(k_ptr + offs_key)
-    u = tl.where(mask[:, None], u.to(tl.float32) - tl.dot(w, s.to(dtype), input_precision=PRECISION), 0.0)
+    k = tl.load(k_ptr + offs_key).to(DTYPE)
+    u = tl.where(mask[:, None], u.to(tl.float32) - tl.dot(w, s.to(DTYPE), input_precision=PRECISION), 0.0)
     end = tl.min(tl.where(mask, total, 0.0), 0)  # G never grows
-    decayed = (u * tl.exp(tl.where(mask, end - total, 0.0))[:, None]).to(dtype)
+    decayed = (u * tl.exp(tl.where(mask, end - total, 0.0))[:, None]).to(DTYPE)
     return u, total, tl.dot(tl.trans(k), decayed, s * tl.exp(end), input_precision=PRECISION)
 
 
@@ -545,7 +547,7 @@ def _scan(
             out = tl.dot(q, s.to(dtype), input_precision=PRECISION)
             u, total, s = _advance(
                 s, k_ptr + offs_block * (2 * HK * DK), w_ptr + offs_block * (HV * DK), total_ptr + offs_block * HV,
-                block_out_ptr, in_block, offs_v, PRECISION, HV * DV,
+                block_out_ptr, in_block, offs_v, dtype, PRECISION, HV * DV,
             )  # fmt: skip
             out = tl.dot(p, u.to(dtype), out * tl.exp(total)[:, None], input_precision=PRECISION)
             out_ptrs = block_out_ptr + offs_t[:, None].to(tl.int64) * (HV * DV) + offs_v[None, :]
@@ -554,7 +556,7 @@ def _scan(
             offs_block = hi.to(tl.int64) * BLOCK
             _u, _total, captured = _advance(
                 s, k_ptr + offs_block * (2 * HK * DK), w_ptr + offs_block * (HV * DK), total_ptr + offs_block * HV,
-                out_ptr + offs_block * (HV * DV), tokens - hi * BLOCK, offs_v, PRECISION, HV * DV,
+                out_ptr + offs_block * (HV * DV), tokens - hi * BLOCK, offs_v, tl.float32, "tf32x3", HV * DV,
             )  # fmt: skip
             target = tl.load(captures_ptr + capture % CAPTURES * 3 + 2).to(tl.int64)
             tl.store(s_ptrs + target * stride_delta, captured.to(delta_ptr.dtype.element_ty))
@@ -668,14 +670,13 @@ def _chunks(
         **({"num_warps": 8} if is_wide or dk > 128 else {"maxnreg": 168}),  # the latter lets three run on an SM
     )  # fmt: skip
     # Wide parts if they fill the GPU; two on an SM then hide each other's loads, else the next block's loads are early.
-    # Not beside captures: S at a capture was wrong on an H200 (Triton 3.6) where the loop before it had two stages.
     are_many = num_seqs * heads * dv >= 2 * SMS * 64 and not is_wide
     block_v = min(dv, 64 if are_many else 32)
     _scan[(heads * dv // block_v, num_seqs)](
         qkvz, qk, w, p, total, out, state.delta, state.conv, slots, rows, cu_query_lens, step.positions,
         step.captures, qkvz.stride(0), state.delta.stride(0), state.conv.stride(0), num_seqs, num_captures, **sizes,
         BLOCK_V=block_v, SEQUENCES=sequences, CAPTURES=triton.next_power_of_2(max(1, num_captures)),
-        NUM_STAGES=1 if are_many or is_wide or dk > 128 or num_captures else 2, num_warps=4,
+        NUM_STAGES=1 if are_many or is_wide or dk > 128 else 2, num_warps=4,
     )  # fmt: skip
 
 
