@@ -45,7 +45,6 @@ def _inputs(x_ptr, stride_x, ring_ptr, start, token, mask, channel, RING: tl.con
     """Return inputs of the convolution of the masked tokens [M, 1] and channels [1, N]; zeros before the text.
 
     Tokens are counted from the sequence's first in this step, at position `start`; those before it are in the ring.
-    Here and below a single token is a scalar, and has vectors instead of tiles: the compiler would convert whole tiles.
     """
     x_ptrs = x_ptr + token.to(tl.int64) * stride_x + channel
     x = tl.load(x_ptrs, mask=mask & (token >= 0), other=0.0)
@@ -86,17 +85,8 @@ def _keep_inputs(
 
 
 @triton.jit
-def _row_sum(x):
-    """Return the sums of the rows of a tile [M, N] as [M, 1], or that of a vector."""
-    if len(x.shape) == 1:
-        return tl.sum(x, 0)
-    else:
-        return tl.sum(x, 1)[:, None]
-
-
-@triton.jit
 def _unit(x):
-    return x * tl.rsqrt(_row_sum(x * x) + NORM_EPS)
+    return x * tl.rsqrt(tl.sum(x * x, 1)[:, None] + NORM_EPS)
 
 
 @triton.jit
@@ -115,7 +105,7 @@ def _beta_and_decay(ba_ptr, stride_ba, a_log_ptr, dt_bias_ptr, token, mask, head
 def _gated(x, z, weight_ptrs, eps, DV: tl.constexpr):
     """Return the norm of the rows of x [M, DV] times SiLU of z, float32."""
     weight = tl.load(weight_ptrs)
-    x = (x * tl.rsqrt(_row_sum(x * x) / DV + eps)).to(z.dtype).to(tl.float32) * weight.to(tl.float32)
+    x = (x * tl.rsqrt(tl.sum(x * x, 1)[:, None] / DV + eps)).to(z.dtype).to(tl.float32) * weight.to(tl.float32)
     if weight.dtype == z.dtype:
         x = x.to(z.dtype).to(tl.float32)
     z = z.to(tl.float32)
@@ -225,13 +215,15 @@ def _prepare_one(
     if PDL:
         gdc_wait()  # first, so that `_decode_one` may read all that this kernel does not write before it waits
         gdc_launch_dependents()
+    RING: tl.constexpr = R + WIDTH - 1
     CHANNELS: tl.constexpr = 2 * HK * DK + HV * DV
     N: tl.constexpr = triton.next_power_of_2(R)
     head, seq = tl.program_id(0), tl.program_id(1)
     first = tl.load(cu_query_lens_ptr + seq).to(tl.int64)
-    token = (tl.load(cu_query_lens_ptr + seq + 1) - first).to(tl.int32) - 1
+    end = tl.load(cu_query_lens_ptr + seq + 1)
     slot = tl.load(slots_ptr + seq).to(tl.int64)
-    if token < 0:
+    state_len = tl.load(state_lens_ptr + seq)
+    if first == end:
         return
     start = tl.load(positions_ptr + first)
     x_ptr += first * stride_x
@@ -239,33 +231,29 @@ def _prepare_one(
     recent_ptr += slot * stride_recent
     decay_ptr += slot * stride_decay
     inputs_ptr += seq * (CHANNELS + HV)
-    is_token, target_ptr = token == 0, ring_ptr + start % (R + WIDTH - 1) * CHANNELS
+    token = tl.zeros([1, 1], tl.int32)
+    mask, target_ptr = token == 0, ring_ptr + start % RING * CHANNELS
     if head < 2 * HK:
-        offs_k, of_keys = tl.arange(0, DK), head % HK * (HV // HK)
-        channel = head * DK + offs_k
+        channel = head * DK + tl.arange(0, DK)[None, :]
         keys, _us, _after, _total = _recent(
-            recent_ptr, decay_ptr, of_keys, tl.load(state_lens_ptr + seq), start, tl.arange(0, DV), HK, HV, DK, DV, R, N
+            recent_ptr, decay_ptr, head % HK * (HV // HK), state_len, start, tl.arange(0, DV), HK, HV, DK, DV, R, N
         )
-        x = _convolved(
-            x_ptr, stride_x, ring_ptr, conv_ptr, start, token, is_token, channel, R + WIDTH - 1, CHANNELS, WIDTH
-        )
+        x = _convolved(x_ptr, stride_x, ring_ptr, conv_ptr, start, token, mask, channel, RING, CHANNELS, WIDTH)
         x = _unit(x) * tl.where(head < HK, DK**-0.5, 1.0)
-        products = tl.sum(keys.to(tl.float32) * x[None, :], 1)
+        products = tl.sum(keys.to(tl.float32) * x, 1)
         tl.store(products_ptr + (seq * (2 * HK) + head) * N + tl.arange(0, N), products)
         recent_ptrs = recent_ptr + start % R * (HK * DK + HV * DV) + channel - HK * DK
-        tl.store(recent_ptrs, x.to(recent_ptr.dtype.element_ty), mask=is_token & (head >= HK))
+        tl.store(recent_ptrs, x.to(recent_ptr.dtype.element_ty), mask=mask & (head >= HK))
         tl.store(inputs_ptr + channel, x)
         tl.store(target_ptr + channel, tl.load(x_ptr + channel))
     else:
         head -= 2 * HK
-        channel = 2 * HK * DK + head * DV + tl.arange(0, DV)
-        v = _convolved(
-            x_ptr, stride_x, ring_ptr, conv_ptr, start, token, is_token, channel, R + WIDTH - 1, CHANNELS, WIDTH
-        )
-        beta, g = _beta_and_decay(ba_ptr, stride_ba, a_log_ptr, dt_bias_ptr, first, is_token, head, HV)
+        channel = 2 * HK * DK + head * DV + tl.arange(0, DV)[None, :]
+        x = _convolved(x_ptr, stride_x, ring_ptr, conv_ptr, start, token, mask, channel, RING, CHANNELS, WIDTH)
+        beta, g = _beta_and_decay(ba_ptr, stride_ba, a_log_ptr, dt_bias_ptr, first, first < end, head, HV)
         tl.store(decay_ptr + start % R * HV + head, g)
         tl.store(inputs_ptr + CHANNELS + head, beta)
-        tl.store(inputs_ptr + channel, v)
+        tl.store(inputs_ptr + channel, x)
         tl.store(target_ptr + channel, tl.load(x_ptr + channel))
 
 
@@ -307,8 +295,9 @@ def _decode_one(
     of_q, of_k = tl.load(products_ptr), tl.load(products_ptr + HK * N)
     g = tl.load(decay_ptr + start % R * HV + head)
     s, us, after, total = s.to(tl.float32), us.to(tl.float32), tl.exp(after + g), tl.exp(total + g)
-    u = beta * (v - tl.sum(s * k[:, None], 0) * total - tl.sum(us * (of_k * after)[:, None], 0))
-    out = tl.sum(s * q[:, None], 0) * total + tl.sum(us * (of_q * after)[:, None], 0) + tl.sum(q * k, 0) * u
+    read, out = tl.sum(us * (of_k * after)[:, None], 0), tl.sum(us * (of_q * after)[:, None], 0)
+    u = beta * (v - read - tl.sum(s * k[:, None], 0) * total)
+    out += tl.sum(s * q[:, None], 0) * total + tl.sum(q * k, 0) * u
     column = head * DV + offs_v
     tl.store(recent_ptr + start % R * (HK * DK + HV * DV) + HK * DK + column, u.to(dtype))
     tl.store(out_ptr + first * (HV * DV) + column, out.to(dtype))
@@ -614,7 +603,7 @@ def gated_delta(qkvz: Tensor, ba: Tensor, weights: DeltaWeights, state: DeltaSta
         )  # fmt: skip
         _decode_one[(heads * dv // block_v, step.decodes)](
             *state[:3], *where, out, *(x.stride(0) for x in state[:3]), **_without(sizes, "PRECISION", "WIDTH"),
-            BLOCK_V=block_v, num_warps=max(1, dk * block_v // 1024), **pdl_options(qkvz.device),
+            BLOCK_V=block_v, num_warps=max(1, dk * block_v // 1024), maxnreg=80, **pdl_options(qkvz.device),
         )  # fmt: skip
     elif step.decodes:
         # If each program has an SM, it need not spill registers.
