@@ -246,7 +246,7 @@ def test_gated_delta_compiles():
     numbers = {"HK": 2, "HV": 4, "DK": 64, "DV": 64, "R": 20, "WIDTH": 4, "PRECISION": "tf32", "SEQUENCES": 128}
     numbers |= {"CHANNELS": 512, "BLOCK_V": 32, "CAPTURES": 4, "NUM_STAGES": 2, "PDL": True, "TOKENS": 32}
     kernels = [gated_delta._convolve, gated_delta._prepare, gated_delta._scan, gated_delta._finish, gated_delta._fold]
-    for kernel in (gated_delta._prepare_one, gated_delta._decode_one, gated_delta._decode, *kernels):
+    for kernel in (gated_delta._prepare_decode, gated_delta._decode_one, gated_delta._decode_several, *kernels):
         names = kernel.arg_names
         constants = {name: value for name, value in numbers.items() if name in names}
         own = {name: pointers.get(name, "*bf16") for name in names if name.endswith("_ptr")}
