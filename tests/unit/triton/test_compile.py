@@ -259,13 +259,16 @@ def test_the_plan_of_prefill_compiles():
 def test_gated_delta_compiles():
     pointers = dict.fromkeys(("slots_ptr", "state_lens_ptr", "rows_ptr", "cu_query_lens_ptr"), "*i32")
     pointers |= dict.fromkeys(("positions_ptr", "captures_ptr", "folds_ptr"), "*i32")
-    pointers |= dict.fromkeys(("a_log_ptr", "dt_bias_ptr", "decay_ptr", "total_ptr", "delta_ptr"), "*fp32")
+    pointers |= dict.fromkeys(
+        ("a_log_ptr", "dt_bias_ptr", "decay_ptr", "total_ptr", "delta_ptr", "inputs_ptr"), "*fp32"
+    )
+    pointers["products_ptr"] = "*fp32"
     numbers = {"HK": 2, "HV": 4, "DK": 64, "DV": 64, "R": 20, "WIDTH": 4, "PRECISION": "tf32", "SEQUENCES": 128}
-    numbers |= {"CHANNELS": 512, "BLOCK_V": 32, "CAPTURES": 4, "NUM_STAGES": 2, "PDL": True}
-    kernels = gated_delta._convolve, gated_delta._prepare, gated_delta._scan, gated_delta._finish, gated_delta._fold
-    for kernel, tokens in ((gated_delta._decode, 1), (gated_delta._decode, 16), *((kernel, 32) for kernel in kernels)):
+    numbers |= {"CHANNELS": 512, "BLOCK_V": 32, "CAPTURES": 4, "NUM_STAGES": 2, "PDL": True, "TOKENS": 32}
+    kernels = [gated_delta._convolve, gated_delta._prepare, gated_delta._scan, gated_delta._finish, gated_delta._fold]
+    for kernel in (gated_delta._prepare_decode, gated_delta._decode_one, gated_delta._decode_several, *kernels):
         names = kernel.arg_names
-        constants = {name: value for name, value in (numbers | {"TOKENS": tokens}).items() if name in names}
+        constants = {name: value for name, value in numbers.items() if name in names}
         own = {name: pointers.get(name, "*bf16") for name in names if name.endswith("_ptr")}
         own |= {"eps": "fp32"} if "eps" in names else {}
         assert compile_kernel(kernel, own, constants, is_aligned=True)

@@ -1,7 +1,7 @@
 """Gated DeltaNet: `ops/gated_delta.py`, which has the formulas and the letters in shapes, for a GPU.
 
-Decoding only reads S. One token of each sequence takes three kernels: `_prepare_one`, `_decode_one`, which has parts of
-S on their way while the first runs, and `_finish`; drafts take one, `_decode`. Chunks of prompts take four. After the
+Decoding only reads S, in three kernels: `_prepare_decode`, then `_decode_one`, which has parts of S on their way while
+the first runs, or `_decode_several` for drafts, and `_finish`. Chunks of prompts take four. After the
 convolution, `_prepare` does what needs no S, for each block of BLOCK tokens at once. With G the sums of g since the
 block began, T = (I + A)^-1 and A[i, j] = beta[i] k[i].k[j] exp(G[i] - G[j]) for j < i (section 3.3 of the paper):
 
@@ -45,7 +45,6 @@ def _inputs(x_ptr, stride_x, ring_ptr, start, token, mask, channel, RING: tl.con
     """Return inputs of the convolution of the masked tokens [M, 1] and channels [1, N]; zeros before the text.
 
     Tokens are counted from the sequence's first in this step, at position `start`; those before it are in the ring.
-    Here and below a single token is a scalar, and has vectors instead of tiles: the compiler would convert whole tiles.
     """
     x_ptrs = x_ptr + token.to(tl.int64) * stride_x + channel
     x = tl.load(x_ptrs, mask=mask & (token >= 0), other=0.0)
@@ -86,17 +85,8 @@ def _keep_inputs(
 
 
 @triton.jit
-def _row_sum(x):
-    """Return the sums of the rows of a tile [M, N] as [M, 1], or that of a vector."""
-    if len(x.shape) == 1:
-        return tl.sum(x, 0)
-    else:
-        return tl.sum(x, 1)[:, None]
-
-
-@triton.jit
 def _unit(x):
-    return x * tl.rsqrt(_row_sum(x * x) + NORM_EPS)
+    return x * tl.rsqrt(tl.sum(x * x, 1)[:, None] + NORM_EPS)
 
 
 @triton.jit
@@ -115,7 +105,7 @@ def _beta_and_decay(ba_ptr, stride_ba, a_log_ptr, dt_bias_ptr, token, mask, head
 def _gated(x, z, weight_ptrs, eps, DV: tl.constexpr):
     """Return the norm of the rows of x [M, DV] times SiLU of z, float32."""
     weight = tl.load(weight_ptrs)
-    x = (x * tl.rsqrt(_row_sum(x * x) / DV + eps)).to(z.dtype).to(tl.float32) * weight.to(tl.float32)
+    x = (x * tl.rsqrt(tl.sum(x * x, 1)[:, None] / DV + eps)).to(z.dtype).to(tl.float32) * weight.to(tl.float32)
     if weight.dtype == z.dtype:
         x = x.to(z.dtype).to(tl.float32)
     z = z.to(tl.float32)
@@ -177,96 +167,65 @@ def _inverse(a, PRECISION: tl.constexpr):
     return x
 
 
-@triton.jit
-def _several(
-    q, k, v, beta, g, s_ptrs, recent_ptr, decay_ptr, head, state_len, start,
-    HK: tl.constexpr, HV: tl.constexpr, DK: tl.constexpr, DV: tl.constexpr, R: tl.constexpr, PRECISION: tl.constexpr,
-):  # fmt: skip
-    """Return u and out [TILE, DV] of tokens (q, k, v, beta, g) from position `start` on, for S as of `state_len`."""
-    dtype = recent_ptr.dtype.element_ty
-    own = tl.cumsum(g, 0)
-    k16, q16 = k.to(dtype), q.to(dtype)
-    read, out = tl.zeros([TILE, DV], tl.float32), tl.zeros([TILE, DV], tl.float32)
-    total = 0.0
-    for back in range(0, start - state_len, TILE):
-        keys, us, after, in_tile = _recent(
-            recent_ptr, decay_ptr, head, state_len, start - back, tl.arange(0, DV), HK, HV, DK, DV, R
-        )
-        since = tl.exp(own[:, None] + (after + total)[None, :])
-        of_k = (tl.dot(k16, tl.trans(keys), input_precision=PRECISION) * since).to(dtype)
-        of_q = (tl.dot(q16, tl.trans(keys), input_precision=PRECISION) * since).to(dtype)
-        read = tl.dot(of_k, us, read, input_precision=PRECISION)
-        out = tl.dot(of_q, us, out, input_precision=PRECISION)
-        total += in_tile
-    decay = tl.exp(own + total)[:, None]
-    s = tl.load(s_ptrs).to(tl.float32)  # only here, because it takes half of all registers
-    read += tl.dot(k, s, input_precision=PRECISION) * decay
-    out += tl.dot(q, s, input_precision=PRECISION) * decay
-    within, is_before = _within(own)
-    products = tl.dot(k16, tl.trans(k16), input_precision=PRECISION) * within
-    inverse = _inverse(tl.where(is_before, beta[:, None] * products, 0.0), PRECISION)
-    u = tl.dot(inverse, beta[:, None] * (v - read), input_precision=PRECISION)
-    products = (tl.dot(q16, tl.trans(k16), input_precision=PRECISION) * within).to(dtype)
-    return u, tl.dot(products, u.to(dtype), out, input_precision=PRECISION)
-
-
 @triton.jit(do_not_specialize_on_alignment=_POINTERS)
-def _prepare_one(
+def _prepare_decode(
     x_ptr, ba_ptr, conv_ptr, a_log_ptr, dt_bias_ptr, recent_ptr, decay_ptr, ring_ptr, slots_ptr, state_lens_ptr,
     cu_query_lens_ptr, positions_ptr, inputs_ptr, products_ptr,
     stride_x, stride_ba, stride_recent, stride_decay, stride_ring,
     HK: tl.constexpr, HV: tl.constexpr, DK: tl.constexpr, DV: tl.constexpr, R: tl.constexpr, WIDTH: tl.constexpr,
-    PDL: tl.constexpr,
+    TOKENS: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
-    """A head of q, k or v of one token, and what needs no S; grid (2 Hk + Hv, sequences).
+    """A head of q, k or v of up to TOKENS tokens of a sequence; grid (2 Hk + Hv, sequences).
 
-    Writes q, k, v and beta [C + Hv] and, for q and k, products [2 Hk, N] with k of the tokens since S, of `_recent`.
+    Writes q, k, v and beta [TOKENS, C + Hv] with zeros after the tokens, and all of the state but u. One token's q and
+    k also get their products [2 Hk, N] with k of the tokens since S, of `_recent`.
     """
     if PDL:
         gdc_wait()  # first, so that `_decode_one` may read all that this kernel does not write before it waits
         gdc_launch_dependents()
+    RING: tl.constexpr = R + WIDTH - 1
     CHANNELS: tl.constexpr = 2 * HK * DK + HV * DV
     N: tl.constexpr = triton.next_power_of_2(R)
     head, seq = tl.program_id(0), tl.program_id(1)
     first = tl.load(cu_query_lens_ptr + seq).to(tl.int64)
-    token = (tl.load(cu_query_lens_ptr + seq + 1) - first).to(tl.int32) - 1
+    count = (tl.load(cu_query_lens_ptr + seq + 1) - first).to(tl.int32)
     slot = tl.load(slots_ptr + seq).to(tl.int64)
-    if token < 0:
+    state_len = tl.load(state_lens_ptr + seq)
+    if count == 0:
         return
     start = tl.load(positions_ptr + first)
     x_ptr += first * stride_x
     ring_ptr += slot * stride_ring
     recent_ptr += slot * stride_recent
     decay_ptr += slot * stride_decay
-    inputs_ptr += seq * (CHANNELS + HV)
-    is_token, target_ptr = token == 0, ring_ptr + start % (R + WIDTH - 1) * CHANNELS
+    tokens = tl.arange(0, TOKENS)
+    token, mask, rows = tokens[:, None], (tokens < count)[:, None], (seq * TOKENS + tokens) * (CHANNELS + HV)
     if head < 2 * HK:
-        offs_k, of_keys = tl.arange(0, DK), head % HK * (HV // HK)
-        channel = head * DK + offs_k
-        keys, _us, _after, _total = _recent(
-            recent_ptr, decay_ptr, of_keys, tl.load(state_lens_ptr + seq), start, tl.arange(0, DV), HK, HV, DK, DV, R, N
-        )
-        x = _convolved(
-            x_ptr, stride_x, ring_ptr, conv_ptr, start, token, is_token, channel, R + WIDTH - 1, CHANNELS, WIDTH
-        )
+        channel = head * DK + tl.arange(0, DK)[None, :]
+        if TOKENS == 1:
+            keys, _us, _after, _total = _recent(
+                recent_ptr, decay_ptr, head % HK * (HV // HK), state_len, start, tl.arange(0, DV), HK, HV, DK, DV, R, N
+            )
+        x = _convolved(x_ptr, stride_x, ring_ptr, conv_ptr, start, token, mask, channel, RING, CHANNELS, WIDTH)
         x = _unit(x) * tl.where(head < HK, DK**-0.5, 1.0)
-        products = tl.sum(keys.to(tl.float32) * x[None, :], 1)
-        tl.store(products_ptr + (seq * (2 * HK) + head) * N + tl.arange(0, N), products)
-        recent_ptrs = recent_ptr + start % R * (HK * DK + HV * DV) + channel - HK * DK
-        tl.store(recent_ptrs, x.to(recent_ptr.dtype.element_ty), mask=is_token & (head >= HK))
-        tl.store(inputs_ptr + channel, x)
-        tl.store(target_ptr + channel, tl.load(x_ptr + channel))
+        if TOKENS == 1:
+            products = tl.sum(keys.to(tl.float32) * x, 1)
+            tl.store(products_ptr + (seq * (2 * HK) + head) * N + tl.arange(0, N), products)
+        recent_ptrs = recent_ptr + (start + token) % R * (HK * DK + HV * DV) + channel - HK * DK
+        tl.store(recent_ptrs, x.to(recent_ptr.dtype.element_ty), mask=mask & (head >= HK))
+        tl.store(inputs_ptr + rows[:, None] + channel, x)
+        x = tl.load(x_ptr + token * stride_x + channel, mask=mask)
+        tl.store(ring_ptr + (start + token) % RING * CHANNELS + channel, x, mask=mask)
     else:
         head -= 2 * HK
-        channel = 2 * HK * DK + head * DV + tl.arange(0, DV)
-        v = _convolved(
-            x_ptr, stride_x, ring_ptr, conv_ptr, start, token, is_token, channel, R + WIDTH - 1, CHANNELS, WIDTH
-        )
-        beta, g = _beta_and_decay(ba_ptr, stride_ba, a_log_ptr, dt_bias_ptr, first, is_token, head, HV)
-        tl.store(decay_ptr + start % R * HV + head, g)
-        tl.store(inputs_ptr + CHANNELS + head, beta)
-        tl.store(inputs_ptr + channel, v)
-        tl.store(target_ptr + channel, tl.load(x_ptr + channel))
+        channel = 2 * HK * DK + head * DV + tl.arange(0, DV)[None, :]
+        x = _convolved(x_ptr, stride_x, ring_ptr, conv_ptr, start, token, mask, channel, RING, CHANNELS, WIDTH)
+        beta, g = _beta_and_decay(ba_ptr, stride_ba, a_log_ptr, dt_bias_ptr, first + tokens, tokens < count, head, HV)
+        tl.store(decay_ptr + (start + tokens) % R * HV + head, g, mask=tokens < count)
+        tl.store(inputs_ptr + rows + CHANNELS + head, beta)
+        tl.store(inputs_ptr + rows[:, None] + channel, x)
+        x = tl.load(x_ptr + token * stride_x + channel, mask=mask)
+        tl.store(ring_ptr + (start + token) % RING * CHANNELS + channel, x, mask=mask)
 
 
 @triton.jit(do_not_specialize_on_alignment=_POINTERS)
@@ -307,28 +266,27 @@ def _decode_one(
     of_q, of_k = tl.load(products_ptr), tl.load(products_ptr + HK * N)
     g = tl.load(decay_ptr + start % R * HV + head)
     s, us, after, total = s.to(tl.float32), us.to(tl.float32), tl.exp(after + g), tl.exp(total + g)
-    u = beta * (v - tl.sum(s * k[:, None], 0) * total - tl.sum(us * (of_k * after)[:, None], 0))
-    out = tl.sum(s * q[:, None], 0) * total + tl.sum(us * (of_q * after)[:, None], 0) + tl.sum(q * k, 0) * u
+    read, out = tl.sum(us * (of_k * after)[:, None], 0), tl.sum(us * (of_q * after)[:, None], 0)
+    u = beta * (v - read - tl.sum(s * k[:, None], 0) * total)
+    out += tl.sum(s * q[:, None], 0) * total + tl.sum(q * k, 0) * u
     column = head * DV + offs_v
     tl.store(recent_ptr + start % R * (HK * DK + HV * DV) + HK * DK + column, u.to(dtype))
     tl.store(out_ptr + first * (HV * DV) + column, out.to(dtype))
 
 
 @triton.jit(do_not_specialize_on_alignment=_POINTERS)
-def _decode(
-    x_ptr, ba_ptr, conv_ptr, a_log_ptr, dt_bias_ptr, norm_ptr, delta_ptr, recent_ptr, decay_ptr, ring_ptr, slots_ptr,
-    state_lens_ptr, cu_query_lens_ptr, positions_ptr, out_ptr,
-    stride_x, stride_ba, stride_delta, stride_recent, stride_decay, stride_ring, eps,
-    HK: tl.constexpr, HV: tl.constexpr, DK: tl.constexpr, DV: tl.constexpr, R: tl.constexpr, WIDTH: tl.constexpr,
+def _decode_several(
+    delta_ptr, recent_ptr, decay_ptr, slots_ptr, state_lens_ptr, cu_query_lens_ptr, positions_ptr, inputs_ptr,
+    products_ptr, out_ptr, stride_delta, stride_recent, stride_decay,
+    HK: tl.constexpr, HV: tl.constexpr, DK: tl.constexpr, DV: tl.constexpr, R: tl.constexpr,
     PRECISION: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
-    """Everything for up to TILE tokens of a sequence and a value head; grid (Hv, sequences)."""
+    """u and out of up to TILE tokens of a sequence and a value head; grid (Hv, sequences)."""
     if PDL:
         gdc_launch_dependents()
         gdc_wait()
-    RING: tl.constexpr = R + WIDTH - 1
     CHANNELS: tl.constexpr = 2 * HK * DK + HV * DV
-    dtype = x_ptr.dtype.element_ty
+    dtype = out_ptr.dtype.element_ty
     head, seq = tl.program_id(0), tl.program_id(1)
     first = tl.load(cu_query_lens_ptr + seq).to(tl.int64)
     count = (tl.load(cu_query_lens_ptr + seq + 1) - first).to(tl.int32)
@@ -336,35 +294,48 @@ def _decode(
     state_len = tl.load(state_lens_ptr + seq)
     if count == 0:
         return
-    offs_k, offs_v = tl.arange(0, DK), tl.arange(0, DV)
-    s_ptrs = delta_ptr + slot * stride_delta + head * DK * DV + offs_k[:, None] * DV + offs_v[None, :]
     start = tl.load(positions_ptr + first)
-    x_ptr += first * stride_x
-    ring_ptr += slot * stride_ring
     recent_ptr += slot * stride_recent
     decay_ptr += slot * stride_decay
-    tokens = tl.arange(0, TILE)
-    token, mask, offs_k, offs_v = tokens[:, None], (tokens < count)[:, None], offs_k[None, :], offs_v[None, :]
-    key = head // (HV // HK) * DK + offs_k
-    offs_v += head * DV
-    value = 2 * HK * DK + offs_v
-    v = _convolved(x_ptr, stride_x, ring_ptr, conv_ptr, start, token, mask, value, RING, CHANNELS, WIDTH)
-    z = tl.load(x_ptr + token * stride_x + CHANNELS + offs_v, mask=mask, other=0.0)
-    beta, g = _beta_and_decay(ba_ptr, stride_ba, a_log_ptr, dt_bias_ptr, first + tokens, tokens < count, head, HV)
-    q = _convolved(x_ptr, stride_x, ring_ptr, conv_ptr, start, token, mask, key, RING, CHANNELS, WIDTH)
-    k = _convolved(x_ptr, stride_x, ring_ptr, conv_ptr, start, token, mask, HK * DK + key, RING, CHANNELS, WIDTH)
-    q, k = _unit(q) * DK**-0.5, _unit(k)
-    u, out = _several(
-        q, k, v, beta, g, s_ptrs, recent_ptr, decay_ptr, head, state_len, start, HK, HV, DK, DV, R, PRECISION
-    )
-    out = _gated(out, z, norm_ptr + offs_v - head * DV, eps, DV)
-    tl.store(out_ptr + (first + token) * (HV * DV) + offs_v, out.to(dtype), mask=mask)
-    has_key = head % (HV // HK) == 0
-    recent_ptrs = recent_ptr + (start + token) % R * (HK * DK + HV * DV)
-    tl.store(recent_ptrs + HK * DK + offs_v, u.to(dtype), mask=mask)
-    tl.store(recent_ptrs + key, k.to(dtype), mask=mask & has_key)
-    tl.store(decay_ptr + (start + tokens) % R * HV + head, g, mask=tokens < count)
-    _keep_inputs(x_ptr, stride_x, ring_ptr, ring_ptr, start, token, mask, key, value, has_key, HK * DK, RING, CHANNELS)
+    offs_k, offs_v, tokens = tl.arange(0, DK), tl.arange(0, DV), tl.arange(0, TILE)
+    token, mask, entry = tokens[:, None], (tokens < count)[:, None], (start + tokens) % R
+    rows = inputs_ptr + (seq * TILE + tokens) * (CHANNELS + HV)
+    q_ptrs = rows[:, None] + (head // (HV // HK) * DK + offs_k)[None, :]
+    q, k = tl.load(q_ptrs), tl.load(q_ptrs + HK * DK)
+    v = tl.load(rows[:, None] + (2 * HK * DK + head * DV + offs_v)[None, :])
+    beta = tl.load(rows + CHANNELS + head)
+    g = tl.load(decay_ptr + entry * HV + head, mask=tokens < count, other=0.0)
+    own = tl.cumsum(g, 0)
+    k16, q16 = k.to(dtype), q.to(dtype)
+    read, out = tl.zeros([TILE, DV], tl.float32), tl.zeros([TILE, DV], tl.float32)
+    total = 0.0
+    for back in range(0, start - state_len, TILE):
+        keys, us, after, in_tile = _recent(
+            recent_ptr, decay_ptr, head, state_len, start - back, offs_v, HK, HV, DK, DV, R
+        )
+        since = tl.exp(own[:, None] + (after + total)[None, :])
+        of_k = (tl.dot(k16, tl.trans(keys), input_precision=PRECISION) * since).to(dtype)
+        of_q = (tl.dot(q16, tl.trans(keys), input_precision=PRECISION) * since).to(dtype)
+        read = tl.dot(of_k, us, read, input_precision=PRECISION)
+        out = tl.dot(of_q, us, out, input_precision=PRECISION)
+        total += in_tile
+    decay = tl.exp(own + total)[:, None]
+    s_ptr = delta_ptr + slot * stride_delta + head * DK * DV
+    s = tl.load(s_ptr + offs_k[:, None] * DV + offs_v[None, :]).to(
+        tl.float32
+    )  # only here, because it takes half of all registers
+    read += tl.dot(k, s, input_precision=PRECISION) * decay
+    out += tl.dot(q, s, input_precision=PRECISION) * decay
+    within, is_before = _within(own)
+    products = tl.dot(k16, tl.trans(k16), input_precision=PRECISION) * within
+    inverse = _inverse(tl.where(is_before, beta[:, None] * products, 0.0), PRECISION)
+    u = tl.dot(inverse, beta[:, None] * (v - read), input_precision=PRECISION)
+    products = (tl.dot(q16, tl.trans(k16), input_precision=PRECISION) * within).to(dtype)
+    out = tl.dot(products, u.to(dtype), out, input_precision=PRECISION)
+    column = (head * DV + offs_v)[None, :]
+    u_ptrs = recent_ptr + entry[:, None] * (HK * DK + HV * DV) + HK * DK + column
+    tl.store(u_ptrs, u.to(dtype), mask=mask)
+    tl.store(out_ptr + (first + token) * (HV * DV) + column, out.to(dtype), mask=mask)
 
 
 @triton.jit
@@ -574,21 +545,18 @@ def _scan(
     )  # fmt: skip
 
 
-@triton.jit(do_not_specialize=["finished", "num_tokens"])
+@triton.jit(do_not_specialize=["num_tokens"])
 def _finish(
-    out_ptr, x_ptr, norm_ptr, cu_query_lens_ptr, stride_x, finished, num_tokens, eps,
+    out_ptr, x_ptr, norm_ptr, stride_x, num_tokens, eps,
     HV: tl.constexpr, DV: tl.constexpr, CHANNELS: tl.constexpr, TOKENS: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
-    """Normalise and gate the outputs of TOKENS tokens and a value head in place; grid (Hv, parts of T).
-
-    Only tokens of the sequences after the first `finished`.
-    """
+    """Normalise and gate the outputs of TOKENS tokens and a value head in place; grid (Hv, parts of T)."""
     if PDL:
         gdc_wait()
         gdc_launch_dependents()
     head = tl.program_id(0)
     token = tl.program_id(1).to(tl.int64) * TOKENS + tl.arange(0, TOKENS)
-    mask = ((token >= tl.load(cu_query_lens_ptr + finished)) & (token < num_tokens))[:, None]
+    mask = (token < num_tokens)[:, None]
     offs_v = tl.arange(0, DV)[None, :]
     ptrs = out_ptr + token[:, None] * (HV * DV) + head * DV + offs_v
     z = tl.load(x_ptr + token[:, None] * stride_x + CHANNELS + head * DV + offs_v, mask=mask, other=0.0)
@@ -603,39 +571,38 @@ def gated_delta(qkvz: Tensor, ba: Tensor, weights: DeltaWeights, state: DeltaSta
     out = qkvz.new_empty(len(qkvz), heads * dv)
     sizes: dict[str, Any] = {"HK": (size - heads * dv) // dk, "HV": heads, "DK": dk, "DV": dv, "R": entries}
     sizes |= {"WIDTH": weights.conv.shape[2], "PRECISION": _precision(qkvz.dtype)}
-    chained = pdl_options(qkvz.device, step.decodes <= MAX_CHAINED)
-    finished = 0 if step.shape.queries == 1 else step.decodes
-    if step.decodes and step.shape.queries == 1:
+    if step.decodes:
         channels, block_v = weights.conv.shape[0], min(dv, 32)
-        inputs = ba.new_empty(step.decodes, channels + heads, dtype=torch.float32)
+        tokens = 1 if step.shape.queries == 1 else TILE.value
+        assert step.shape.queries <= tokens, "more tokens than a tile has"
+        inputs = ba.new_empty(step.decodes * tokens, channels + heads, dtype=torch.float32)
         products = ba.new_empty(step.decodes, 2 * sizes["HK"], triton.next_power_of_2(entries), dtype=torch.float32)
         where = step.slots, step.state_lens, step.cu_query_lens, step.positions, inputs, products
-        _prepare_one[(2 * sizes["HK"] + heads, step.decodes)](
+        _prepare_decode[(2 * sizes["HK"] + heads, step.decodes)](
             qkvz, ba, weights.conv, weights.a_log, weights.dt_bias, *state[1:], *where,
-            qkvz.stride(0), ba.stride(0), *(x.stride(0) for x in state[1:]), **_without(sizes, "PRECISION"), **chained,
+            qkvz.stride(0), ba.stride(0), *(x.stride(0) for x in state[1:]), **_without(sizes, "PRECISION"),
+            TOKENS=tokens, **pdl_options(qkvz.device, step.decodes <= MAX_CHAINED),
         )  # fmt: skip
-        _decode_one[(heads * dv // block_v, step.decodes)](
-            *state[:3], *where, out, *(x.stride(0) for x in state[:3]), **_without(sizes, "PRECISION", "WIDTH"),
-            BLOCK_V=block_v, num_warps=max(1, dk * block_v // 1024), **pdl_options(qkvz.device),
-        )  # fmt: skip
-    elif step.decodes:
-        # If each program has an SM, it need not spill registers.
-        limit = {"maxnreg": 128} if step.decodes * heads > SMS else {}
-        assert step.shape.queries <= TILE.value, "more tokens than a tile has"
-        _decode[(heads, step.decodes)](
-            qkvz, ba, weights.conv, weights.a_log, weights.dt_bias, weights.norm, *state,
-            step.slots, step.state_lens, step.cu_query_lens, step.positions, out,
-            qkvz.stride(0), ba.stride(0), *(x.stride(0) for x in state), weights.eps, **sizes,
-            num_warps=max(1, min(16, dk * dv // 2048)), **limit, **chained,
-        )  # fmt: skip
+        arguments = *state[:3], *where, out, *(x.stride(0) for x in state[:3])
+        if tokens == 1:
+            _decode_one[(heads * dv // block_v, step.decodes)](
+                *arguments, **_without(sizes, "PRECISION", "WIDTH"), BLOCK_V=block_v,
+                num_warps=max(1, dk * block_v // 1024), maxnreg=80, **pdl_options(qkvz.device),
+            )  # fmt: skip
+        else:
+            # If each program has an SM, it need not spill registers.
+            limit = {"maxnreg": 128} if step.decodes * heads > SMS else {}
+            _decode_several[(heads, step.decodes)](
+                *arguments, **_without(sizes, "WIDTH"), num_warps=max(1, min(16, dk * dv // 2048)), **limit,
+                **pdl_options(qkvz.device),
+            )  # fmt: skip
     if step.decodes < len(step.slots):
         _chunks(qkvz, ba, weights, state, step, out, sizes)
-    if finished < len(step.slots):
-        tokens = 16
-        _finish[(heads, triton.cdiv(len(qkvz), tokens))](
-            out, qkvz, weights.norm, step.cu_query_lens, qkvz.stride(0), finished, len(qkvz), weights.eps,
-            HV=heads, DV=dv, CHANNELS=weights.conv.shape[0], TOKENS=tokens, **pdl_options(qkvz.device),
-        )  # fmt: skip
+    tokens = 16
+    _finish[(heads, triton.cdiv(len(qkvz), tokens))](
+        out, qkvz, weights.norm, qkvz.stride(0), len(qkvz), weights.eps, HV=heads, DV=dv,
+        CHANNELS=weights.conv.shape[0], TOKENS=tokens, **pdl_options(qkvz.device),
+    )  # fmt: skip
     return out
 
 
