@@ -263,7 +263,7 @@ def test_gated_delta_compiles():
         ("a_log_ptr", "dt_bias_ptr", "decay_ptr", "total_ptr", "delta_ptr", "inputs_ptr"), "*fp32"
     )
     pointers["products_ptr"] = "*fp32"
-    numbers = {"HK": 2, "HV": 4, "DK": 64, "DV": 64, "R": 20, "WIDTH": 4, "PRECISION": "tf32", "SEQUENCES": 128}
+    numbers = {"HK": 2, "HV": 4, "DK": 64, "DV": 128, "R": 20, "WIDTH": 4, "PRECISION": "tf32", "SEQUENCES": 128}
     numbers |= {"CHANNELS": 512, "BLOCK_V": 32, "CAPTURES": 4, "NUM_STAGES": 2, "PDL": True, "TOKENS": 32}
     kernels = [gated_delta._convolve, gated_delta._prepare, gated_delta._scan, gated_delta._finish, gated_delta._fold]
     for kernel in (gated_delta._prepare_decode, gated_delta._decode_one, gated_delta._decode_several, *kernels):

@@ -218,14 +218,14 @@ def _prepare_decode(
         tl.store(ring_ptr + (start + token) % RING * CHANNELS + channel, x, mask=mask)
     else:
         head -= 2 * HK
-        channel = 2 * HK * DK + head * DV + tl.arange(0, DV)[None, :]
-        x = _convolved(x_ptr, stride_x, ring_ptr, conv_ptr, start, token, mask, channel, RING, CHANNELS, WIDTH)
+        of_v = 2 * HK * DK + head * DV + tl.arange(0, DV)[None, :]
+        v = _convolved(x_ptr, stride_x, ring_ptr, conv_ptr, start, token, mask, of_v, RING, CHANNELS, WIDTH)
         beta, g = _beta_and_decay(ba_ptr, stride_ba, a_log_ptr, dt_bias_ptr, first + tokens, tokens < count, head, HV)
         tl.store(decay_ptr + (start + tokens) % R * HV + head, g, mask=tokens < count)
         tl.store(inputs_ptr + rows + CHANNELS + head, beta)
-        tl.store(inputs_ptr + rows[:, None] + channel, x)
-        x = tl.load(x_ptr + token * stride_x + channel, mask=mask)
-        tl.store(ring_ptr + (start + token) % RING * CHANNELS + channel, x, mask=mask)
+        tl.store(inputs_ptr + rows[:, None] + of_v, v)
+        own = tl.load(x_ptr + token * stride_x + of_v, mask=mask)
+        tl.store(ring_ptr + (start + token) % RING * CHANNELS + of_v, own, mask=mask)
 
 
 @triton.jit(do_not_specialize_on_alignment=_POINTERS)
@@ -524,6 +524,7 @@ def _scan(
             out_ptrs = block_out_ptr + offs_t[:, None].to(tl.int64) * (HV * DV) + offs_v[None, :]
             tl.store(out_ptrs, out.to(dtype), mask=(offs_t < in_block)[:, None])
         if number < captures:
+            # In float32: GEMMs of bfloat16 with 32 columns and one stage were wrong on an H200 (Triton 3.6).
             offs_block = hi.to(tl.int64) * BLOCK
             _u, _total, captured = _advance(
                 s, k_ptr + offs_block * (2 * HK * DK), w_ptr + offs_block * (HV * DK), total_ptr + offs_block * HV,
@@ -643,7 +644,7 @@ def _chunks(
         qkvz, qk, w, p, total, out, state.delta, state.conv, slots, rows, cu_query_lens, step.positions,
         step.captures, qkvz.stride(0), state.delta.stride(0), state.conv.stride(0), num_seqs, num_captures, **sizes,
         BLOCK_V=block_v, SEQUENCES=sequences, CAPTURES=triton.next_power_of_2(max(1, num_captures)),
-        NUM_STAGES=1 if are_many or is_wide or dk > 128 else 2, num_warps=4,
+        NUM_STAGES=1 if are_many or is_wide else 2, num_warps=4,
     )  # fmt: skip
 
 
