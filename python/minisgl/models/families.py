@@ -104,6 +104,42 @@ GROUPED: Final = ExpertFlags(
     shared_keys=("moe_intermediate_size", "n_shared_experts"),
 )
 
+
+class NextTokens(NamedTuple):
+    """The layer of a checkpoint that predicts the token after the next (multi-token prediction, arXiv:2412.19437).
+
+    count_key   the field of config.json for the number of these layers
+    names       beginnings of the checkpoint's names -> ours (`speculative/mtp.py`), the first that matches counts;
+                {} is the number of the model's layers
+    """
+
+    count_key: str
+    names: Mapping[str, str]
+
+
+DEEPSEEK_NEXT: Final = NextTokens(
+    "num_nextn_predict_layers",
+    {
+        "model.layers.{}.enorm.": "embedding_norm.",
+        "model.layers.{}.hnorm.": "hidden_norm.",
+        "model.layers.{}.eh_proj.": "model.layers.0.join_proj.",
+        "model.layers.{}.shared_head.norm.": "norm.",
+        "model.layers.{}.shared_head.head.": "lm_head.",
+        "model.layers.{}.embed_tokens.": "model.embed_tokens.",
+        "model.layers.{}.": "model.layers.0.",
+    },
+)
+QWEN_NEXT: Final = NextTokens(
+    "mtp_num_hidden_layers",
+    {
+        "mtp.pre_fc_norm_embedding.": "embedding_norm.",
+        "mtp.pre_fc_norm_hidden.": "hidden_norm.",
+        "mtp.fc.": "model.layers.0.join_proj.",
+        "mtp.norm.": "norm.",
+        "mtp.layers.0.": "model.layers.0.",
+    },
+)
+
 Norms = tuple[str | None, str | None, str | None, str | None]
 """The names of a layer's norms: before and after attention, before and after the MLP."""
 PRE: Final[Norms] = "input_layernorm", None, "post_attention_layernorm", None
@@ -147,6 +183,7 @@ class Family:
     has_output_gate      attention's output is multiplied by softplus of a projection of its input, for each head or
                          element, as `gating` in config.json says
     has_layer_tail       layers end as those of Gemma 4 (`models/gemma4.py: LayerTail`)
+    next_tokens          where a checkpoint has a layer that predicts the token after the next
     has_window_switch    these layers have a window only if `use_sliding_window` is true
     activation_key       the field of config.json for the MLP's activation
     refuses              fields of config.json that are supported only if they are null, false or absent
@@ -185,6 +222,7 @@ class Family:
     norms_v: bool = False
     has_output_gate: bool = False
     has_layer_tail: bool = False
+    next_tokens: NextTokens | None = None
     activation_key: str = "hidden_act"
     refuses: tuple[str, ...] = ()
     requires: Mapping[str, float] = field(default_factory=dict)
@@ -642,6 +680,7 @@ FAMILIES: Final[Mapping[str, Family]] = MappingProxyType(
                 "n_shared_experts": 1,
             },
             experts=GROUPED,
+            next_tokens=DEEPSEEK_NEXT,
         ),
         "SolarOpenForCausalLM": Family(
             o_bias=False,
