@@ -224,14 +224,28 @@ class ReferenceLayer:
         return torch.cat([a * angles.cos() - b * angles.sin(), b * angles.cos() + a * angles.sin(), rest], -1)
 
 
+def in_fp8(weights: dict[str, Tensor], name: str) -> dict[str, Tensor]:
+    """Return what stores a matrix in FP8; `weights` has the rounded one afterwards."""
+    scale = weights[name].abs().max() / 448
+    stored = (weights[name] / scale).to(torch.float8_e4m3fn)
+    weights[name] = stored.float() * scale
+    return {name: stored, f"{name}_scale_inv": scale.view(1, 1)}
+
+
 @pytest.mark.parametrize("step", ["C++", "op by op and late"])
 @pytest.mark.parametrize("kind", CONFIGS)
 def test_drafts_are_what_the_formulas_say(
     kind: str, step: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Also after prompts of several chunks, beside other rows, and with some drafts accepted and some not."""
+    """Also after prompts of several chunks, beside other rows, and with some drafts accepted and some not.
+
+    One of the layer's matrices is quantized in the file, and others are not.
+    """
     weights = random_weights(kind)
-    model = write(tmp_path / kind, CONFIGS[kind] | {"attention_bias": kind == "glm"}, dict(weights))
+    config = CONFIGS[kind] | {"attention_bias": kind == "glm"}
+    config |= {"quantization_config": {"quant_method": "fp8", "weight_block_size": [128, 128]}}
+    quantized = in_fp8(weights, f"{NAMES[kind][4]}self_attn.o_proj.weight")
+    model = write(tmp_path / kind, config, weights | quantized)
     reference = ReferenceLayer(kind, cpu_engine(model), weights, rounds=step == "C++")
     seen = seen_drafts(monkeypatch)
     rng = random.Random(1)
