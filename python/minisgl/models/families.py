@@ -678,6 +678,7 @@ FAMILIES: Final[Mapping[str, Family]] = MappingProxyType(
                 "norm_topk_prob": True,
                 "first_k_dense_replace": 1,
                 "n_shared_experts": 1,
+                "num_nextn_predict_layers": 1,
             },
             experts=GROUPED,
             next_tokens=DEEPSEEK_NEXT,

@@ -60,7 +60,7 @@ def next_tokens(folder: Path, target: ModelConfig, *, has_weights: bool) -> Draf
     if where is None or target.is_fallback:
         return f"no layer of {target.architecture:.60} that predicts further tokens is known"
     if not target.num_next_tokens:
-        return f"config.json has no {where.count_key}, so the checkpoint has no layer that predicts further tokens"
+        return f"by {where.count_key} in config.json, the checkpoint has no layer that predicts further tokens"
     names = {old.format(target.num_layers): new for old, new in where.names.items()}
     first = next(iter(names))
     files = hf.weight_files(folder) if has_weights else []

@@ -276,7 +276,7 @@ def test_a_model_without_the_layer_is_refused(dummy: Path, tmp_path: Path) -> No
     save_file(own, tmp_path / "cut" / "model.safetensors")
     for folder, changed, message in (
         (tmp_path / "cut", config, rf"lack model\.layers\.{LAYERS}\.enorm\.\*, so this copy has no layer"),
-        (tmp_path / "cut", config | none, "has no num_nextn_predict_layers, so the checkpoint has no layer"),
+        (tmp_path / "cut", config | none, "by num_nextn_predict_layers in config.json, the checkpoint has no layer"),
         (tmp_path / "llama", COMMON | {"architectures": ["LlamaForCausalLM"]}, "no layer of LlamaForCausalLM that"),
     ):
         write(folder, changed)
