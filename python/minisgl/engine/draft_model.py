@@ -6,7 +6,7 @@ from abc import ABC, abstractmethod
 from copy import copy
 from dataclasses import replace
 from functools import partial
-from typing import TYPE_CHECKING, ClassVar, Final, Protocol
+from typing import TYPE_CHECKING, ClassVar, Final
 
 import numpy as np
 import torch
@@ -29,7 +29,7 @@ from minisgl.speculative.mtp import NextTokensLayer
 if TYPE_CHECKING:
     from collections.abc import Callable
 
-    from minisgl.core.plan import Context, Ints
+    from minisgl.core.plan import Ints
     from minisgl.engine.config import EngineSpec
     from minisgl.engine.drafting import Drafting
     from minisgl.engine.runner import Parts
@@ -140,25 +140,14 @@ class SmallModel(DraftModel):
         return self.parts.vocab.gather(self.parts.model.logits(stream)) if len(stream.x) else finished(stream.x)
 
 
-class Head(Protocol):
-    """A layer on the target's hidden states: `Eagle3Head` or `NextTokensLayer`."""
-
-    parameters: tuple[Parameter, ...]
-
-    @property
-    def draft_ids(self) -> Tensor | None: ...
-
-    def join(self, states: list[Tensor]) -> Tensor: ...
-
-    def forward(self, embedded: Tensor, features: Tensor, ctx: Context, keep: Tensor) -> tuple[Tensor, Tensor]: ...
-
-
 class HeadModel(DraftModel):
-    """A head. When a step ends, `extend` runs it over the step's tokens, which gives the first draft."""
+    """A layer on the target's hidden states. `extend` runs it over a step's tokens for the first draft."""
 
     ahead, first = 1, 1
 
-    def __init__(self, parts: Parts, spec: EngineSpec, head: Head, layers: tuple[int, ...]) -> None:
+    def __init__(
+        self, parts: Parts, spec: EngineSpec, head: Eagle3Head | NextTokensLayer, layers: tuple[int, ...]
+    ) -> None:
         super().__init__(parts, spec)
         self.layers, self.parameters = layers, head.parameters
         assert isinstance(parts.model, LlamaForCausalLM), "transformers' models have no heads that draft"

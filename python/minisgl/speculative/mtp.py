@@ -27,7 +27,7 @@ class NextTokensLayer:
     hidden', as in SGLang and vLLM. Embedding and head are the target's: files of DeepSeek and GLM repeat them.
     """
 
-    draft_ids = None  # the draft vocabulary is the target's
+    draft_ids: Tensor | None = None  # the draft vocabulary is the target's
 
     def __init__(self, builder: Builder, config: ModelConfig, target: LlamaForCausalLM) -> None:
         """`config` is `ModelConfig.next_tokens_layer` of the target's."""

@@ -161,13 +161,8 @@ def simulated(llm: LLM, guess: Guess) -> Iterator[None]:
     def collect_as_drafted(step: int, done: Any, result: Any) -> Any:
         return collect(step, replace(done, proposals=NO_PROPOSALS), result)
 
-    changed: dict[str, Any] = {
-        "plan": plan_guessed,
-        "collect": collect_as_drafted,
-        "_asks_tree": False,
-        "_looks_up": False,
-    }
-    with patch.multiple(drafts, **changed), patch.object(drafting, "drafts_always", True):
+    patches = patch.multiple(drafts, _asks_tree=False, _looks_up=False), patch.object(drafting, "drafts_always", True)
+    with patch.multiple(drafts, plan=plan_guessed, collect=collect_as_drafted), patches[0], patches[1]:
         yield
 
 
