@@ -1,6 +1,7 @@
 """Checks and times the Triton attention kernels on a GPU: `python benchmark/kernels/attention.py [PART ...]`.
 
-Parts: decode, fused, prefill; all without arguments. FP8 stands for pages of 8 bits.
+Parts: decode, fused, prefill, latent (multi-head latent attention); all without arguments. FP8 stands for pages of 8
+bits.
 Every figure is the median of graph replays, per layer, over K/V that together exceed the L2, after a comparison with
 the reference. Decode is given in us and in percent of the time that reading the K/V at 4.55 TB/s takes; prefill in
 TFLOP/s of the multiplications inside the causal mask.
@@ -15,6 +16,7 @@ import sys
 import time
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
+from functools import partial
 from types import SimpleNamespace
 from typing import Any
 
@@ -22,11 +24,12 @@ import numpy as np
 import torch
 
 from minisgl.attention import triton as backend
-from minisgl.attention.backend import AttentionSpec, StepAttention
+from minisgl.attention.backend import AttentionSpec, MixerSpec, StepAttention
+from minisgl.attention.latent_triton import TritonLatents
 from minisgl.attention.triton import TritonAttention
 from minisgl.core.layout import SLOT
-from minisgl.core.plan import SeqLayout
-from minisgl.core.specs import GroupedQuery
+from minisgl.core.plan import SeqLayout, StepShape
+from minisgl.core.specs import GroupedQuery, Latent
 from minisgl.engine.batch import step_shape
 from minisgl.kernels.triton.linear import gemv
 from minisgl.ops import reference
@@ -308,7 +311,65 @@ def prefill() -> None:
             torch.cuda.empty_cache()
 
 
-PARTS = {"decode": decode, "fused": fused, "prefill": prefill}
+LATENTS = {"GLM-4.7-Flash": 20, "DeepSeek V3, 8 ranks": 16, "DeepSeek V3": 128}  # heads of a rank
+LATENT_VARIANTS: dict[str, dict[str, int]] = {
+    "default": {},
+    "tiles of 32": {"TILE_KEYS": 32, "NUM_STAGES": 5},
+    "8 warps": {"num_warps": 8},
+}
+
+
+def latent() -> None:
+    """Time decoding over latents in us, and in percent of the time that reading them takes."""
+    for model, heads in LATENTS.items():
+        for count, context in ((1, 4096), (1, 32768), (64, 4096), (256, 1024)):
+            for is_fp8 in (False, True):
+                name = f"latent {model}{' FP8' * is_fp8} {count}x{context}"
+                print(f"{name}  " + ", ".join(latent_cells(heads, count, context, is_fp8=is_fp8)), flush=True)
+                torch.cuda.empty_cache()
+
+
+def latent_cells(heads: int, count: int, context: int, *, is_fp8: bool) -> list[str]:
+    """Time each variant for sequences of equal length."""
+    kind, width, total = Latent(heads, 512, 64, 192, 256, 1 / 16), 576, count * context // PAGE
+    spec = MixerSpec("cuda", DTYPE, PAGE, 257, fp8_cache=is_fp8)
+    pages: list[Pages] = []
+    for _ in range(max(2, 400_000_000 // (count * context * 2 * width))):
+        layer = torch.randn(total, 1, PAGE, width, device="cuda").to(DTYPE)
+        q8, scale = round_fp8(layer.view(-1, width), 0)
+        pages.append(QuantizedPages(q8.view(layer.shape), scale.view(layer.shape[:-1])) if is_fp8 else layer)
+    table = torch.randperm(total, device="cuda").int().view(count, -1)
+    slots = np.zeros(count, SLOT)
+    slots["row"], slots["start"], slots["stop"] = np.arange(count), context - 1, context
+    rows = torch.arange(count + 1, dtype=torch.int32, device="cuda")
+    layout = SeqLayout(rows[:count], torch.full_like(rows[:count], context), rows)
+    batch: Any = SimpleNamespace(shape=StepShape(count, 1), slots=slots, layout=layout)
+    q = torch.randn(count, heads, 512, device="cuda").to(DTYPE)
+    q_rope = torch.randn(count, heads, 256, device="cuda").to(DTYPE)[:, :, 192:]
+    few = SeqLayout(layout.rows[:8], layout.kv_lens[:8], rows[:9])
+    want = reference.latent_attention(q[:8], q_rope[:8], pages[0], table, few, kind.scale).double()
+
+    def step(mixer: TritonLatents, times: int) -> torch.Tensor:
+        prepared = mixer.prepare(batch, table, table)
+        outs = [prepared.read(q, q_rope, layer) for layer in pages * times]
+        return outs[0]
+
+    cells = []
+    for label, changes in LATENT_VARIANTS.items():
+        mixer = TritonLatents(kind, spec, load_ops("triton"))
+        mixer.kernel |= {name: n for name, n in changes.items() if name in mixer.kernel}
+        mixer.options |= {name: n for name, n in changes.items() if name in mixer.options}
+        if label == "tiles of 32":  # two programs on an SM
+            mixer.programs *= 2
+            mixer.part, mixer.lse, mixer._work = (torch.cat([x, x]) for x in (mixer.part, mixer.lse, mixer._work))
+        error = float((step(mixer, 1)[:8].double() - want).norm() / want.norm())
+        us = (graph_us(partial(step, mixer, 3)) - graph_us(partial(step, mixer, 1))) / (2 * len(pages))
+        floor = count * context * (width + 4 if is_fp8 else 2 * width) / READ * 1e6
+        cells.append(f"{label} {us:.1f} us ({100 * floor / us:.0f} %) {error:.4f}")
+    return cells
+
+
+PARTS = {"decode": decode, "fused": fused, "prefill": prefill, "latent": latent}
 
 
 def compile_some(index: int, count: int) -> None:

@@ -8,11 +8,14 @@ from typing import Any
 
 import torch
 from transformers import (
+    AfmoeConfig,
     ArceeConfig,
     AutoModelForCausalLM,
     Cohere2Config,
     CohereConfig,
     CwmConfig,
+    DeepseekV2Config,
+    DeepseekV3Config,
     Dots1Config,
     Ernie4_5_MoeConfig,
     Ernie4_5Config,
@@ -26,6 +29,7 @@ from transformers import (
     GemmaConfig,
     Glm4Config,
     Glm4MoeConfig,
+    Glm4MoeLiteConfig,
     GlmConfig,
     GptOssConfig,
     GraniteConfig,
@@ -39,6 +43,7 @@ from transformers import (
     MiniMaxM2Config,
     Ministral3Config,
     MinistralConfig,
+    Mistral4Config,
     MistralConfig,
     MixtralConfig,
     NemotronConfig,
@@ -49,8 +54,11 @@ from transformers import (
     PhiConfig,
     Qwen2Config,
     Qwen2MoeConfig,
+    Qwen3_5MoeTextConfig,
+    Qwen3_5TextConfig,
     Qwen3Config,
     Qwen3MoeConfig,
+    Qwen3NextConfig,
     SeedOssConfig,
     SmolLM3Config,
     SolarOpenConfig,
@@ -60,6 +68,8 @@ from transformers import (
 )
 from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
 
+MODEL_FOR_CAUSAL_LM_MAPPING_NAMES["mistral4"] = "Mistral4ForCausalLM"  # transformers lists it elsewhere
+
 COMMON: dict[str, Any] = {
     "vocab_size": 160,
     "hidden_size": 64,
@@ -68,6 +78,19 @@ COMMON: dict[str, Any] = {
     "max_position_embeddings": 256,
     "initializer_range": 0.15,  # large enough for logits that differ
 }
+HYBRID: dict[str, Any] = {
+    **COMMON,
+    "num_hidden_layers": 4,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "head_dim": 32,
+    "linear_num_key_heads": 4,
+    "linear_num_value_heads": 8,
+    "linear_key_head_dim": 16,
+    "linear_value_head_dim": 32,
+    "rope_parameters": {"rope_type": "default", "rope_theta": 3e4, "partial_rotary_factor": 0.25},
+}
+HYBRID_TYPES = ["linear_attention", "full_attention", "linear_attention"]
 GEMMA: dict[str, Any] = {
     **COMMON,
     "num_hidden_layers": 4,
@@ -92,6 +115,17 @@ GROUPED_EXPERTS: dict[str, Any] = {
     "routed_scaling_factor": 1.7,
     "norm_topk_prob": True,
     "first_k_dense_replace": 1,
+}
+LATENT: dict[str, Any] = {
+    **COMMON,
+    **GROUPED_EXPERTS,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 4,
+    "q_lora_rank": 40,
+    "kv_lora_rank": 32,
+    "qk_nope_head_dim": 24,
+    "qk_rope_head_dim": 8,
+    "v_head_dim": 16,
 }
 LAYER_TYPES = ["sliding_attention", "full_attention", "sliding_attention"]
 GEMMA_2: dict[str, Any] = {
@@ -348,6 +382,20 @@ def configurations() -> dict[str, Any]:
             moe_intermediate_size=24,
             shared_expert_intermediate_size=24,
         ),
+        "afmoe": AfmoeConfig(
+            **COMMON | {"num_hidden_layers": 4},
+            **gqa,
+            head_dim=16,
+            sliding_window=18,
+            global_attn_every_n_layers=2,
+            num_dense_layers=2,
+            num_experts=6,
+            num_experts_per_tok=3,
+            moe_intermediate_size=24,
+            num_shared_experts=2,
+            route_scale=1.6,
+            mup_enabled=True,
+        ),
         "mellum": MellumConfig(
             **COMMON,
             **gqa,
@@ -359,6 +407,22 @@ def configurations() -> dict[str, Any]:
             layer_types=LAYER_TYPES,
             mlp_layer_types=["sparse", "dense", "sparse"],
             num_mtp_layers=1,
+        ),
+        "qwen3-next": Qwen3NextConfig(
+            **HYBRID,
+            num_experts=5,
+            num_experts_per_tok=2,
+            moe_intermediate_size=24,
+            shared_expert_intermediate_size=40,
+            mlp_only_layers=[1],
+        ),
+        "qwen3.5": Qwen3_5TextConfig(**HYBRID, tie_word_embeddings=True, layer_types=[*HYBRID_TYPES, "full_attention"]),
+        "qwen3.5-moe": Qwen3_5MoeTextConfig(
+            **{key: value for key, value in HYBRID.items() if key != "intermediate_size"},
+            num_experts=6,
+            num_experts_per_tok=3,
+            moe_intermediate_size=24,
+            shared_expert_intermediate_size=24,
         ),
         "granite-moe": GraniteMoeConfig(
             **COMMON,
@@ -404,6 +468,25 @@ def configurations() -> dict[str, Any]:
             num_experts_per_tok=3,
             rope_parameters={"rope_type": "default", "rope_theta": 3e4, "partial_rotary_factor": 0.5},
         ),
+        "deepseek-v2-lite": DeepseekV2Config(
+            **LATENT | {"q_lora_rank": None, "n_group": 1, "topk_group": 1, "v_head_dim": 40},
+            rope_parameters={**YARN_ROPE, **YARN_OPTIONS, "mscale": 0.7},
+        ),
+        "deepseek-v2": DeepseekV2Config(**LATENT, topk_method="group_limited_greedy", attention_bias=True),
+        "deepseek-v3": DeepseekV3Config(
+            **LATENT, rope_parameters={**YARN_ROPE, "mscale": 1.0, "mscale_all_dim": 1.0}, attention_bias=True
+        ),
+        "deepseek-v3-halves": DeepseekV3Config(
+            **LATENT | {"q_lora_rank": None, "kv_lora_rank": 24}, rope_interleave=False
+        ),
+        "glm4-moe-lite": Glm4MoeLiteConfig(
+            **LATENT | {"kv_lora_rank": 48, "v_head_dim": 32}, mlp_layer_types=["dense", "sparse", "sparse"]
+        ),
+        "mistral4": Mistral4Config(
+            **LATENT,
+            pad_token_id=0,
+            rope_parameters={**YARN_ROPE, "llama_4_scaling_beta": 0.3, "mscale": 1.0, "mscale_all_dim": 1.0},
+        ),
         "ernie4.5-moe": Ernie4_5_MoeConfig(
             **COMMON,
             **gqa,
@@ -439,7 +522,10 @@ def save(folder: Path, config: Any, dtype: torch.dtype = torch.float32, **option
     model = AutoModelForCausalLM.from_config(config, dtype=torch.float32, attn_implementation="eager")
     with torch.no_grad():
         for name, parameter in [*model.named_parameters(), *model.named_buffers()]:
-            if name.endswith(("bias", "layer_scalar", "router.scale", "per_expert_scale")) or "norm" in name:
+            if (
+                name.endswith(("bias", "layer_scalar", "router.scale", "per_expert_scale", "router.gate.weight"))
+                or "norm" in name
+            ):
                 parameter.add_(torch.randn_like(parameter) * 0.2)
     model = model.to(dtype).eval()
     model.save_pretrained(folder, **options)

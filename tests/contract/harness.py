@@ -6,17 +6,17 @@ from pathlib import Path
 
 import torch
 
-from minisgl.attention.backend import AttentionSpec
+from minisgl.attention.backend import AttentionSpec, MixerSpec
 from minisgl.attention.selection import resolve_attention
 from minisgl.checkpoint import hf
-from minisgl.core.layout import FULL
 from minisgl.core.plan import Batch
+from minisgl.core.specs import GroupedQuery
 from minisgl.device.device import CpuDevice, Device
 from minisgl.distributed.communicator import Communicator, SoloCommunicator
 from minisgl.distributed.info import ALONE
 from minisgl.distributed.tensor_parallel import VocabParallel
 from minisgl.engine import batch as engine_batch
-from minisgl.engine.runner import EagerRunner, Parts
+from minisgl.engine.runner import MIXERS, EagerRunner, Parts
 from minisgl.engine.state import LogitPenalties, RowState
 from minisgl.kvcache.store import StateStore
 from minisgl.models.llama import LlamaForCausalLM
@@ -75,11 +75,17 @@ class MiniEngine(Stepper):
         store.add(model.states)
         store.allocate(num_pages)
         store.memory.fill_(0xFF)  # NaN
-        state = RowState(ROWS, -(-config.max_position_embeddings // page_size), place)
+        groups = len(store.page_bytes)
+        state = RowState(ROWS, -(-config.max_position_embeddings // page_size), place, groups)
         # Unmapped entries point at an unowned page: reading them would show up as NaN.
-        state.page_tables.fill_(store.dummy(FULL))
-        specs = [AttentionSpec(place.type, dtype, kind, page_size, ROWS) for kind in model.mixers]
-        kinds = resolve_attention(attention, specs, table)
+        for group in range(groups):
+            state.page_tables[group] = store.dummy(group)
+        kinds = tuple(
+            resolve_attention(attention, [AttentionSpec(place.type, dtype, kind, page_size, ROWS)], table)[0]
+            if isinstance(kind, GroupedQuery)
+            else MIXERS.load(type(kind).__name__)(kind, MixerSpec(place.type, dtype, page_size, ROWS), table)
+            for kind in model.mixers
+        )
         penalties = LogitPenalties(ROWS, config.vocab_size, 8, device)
         vocab = VocabParallel(comm, config.vocab_size)
         parts = Parts(device, table, model, store, kinds, state, penalties, comm, vocab)

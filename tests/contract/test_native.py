@@ -35,7 +35,7 @@ from minisgl.native import library as native
 from minisgl.native.packing import LANES
 from minisgl.native.runner import refusal
 from minisgl.ops.quantized import round_fp8
-from minisgl.ops.reference import HeadTransform
+from minisgl.ops.reference import OUTPUT_GATES, HeadTransform
 from minisgl.settings.options import EngineConfig
 
 pytestmark = pytest.mark.usefixtures("built", "fixed_costs")
@@ -68,7 +68,7 @@ def wide(config: Any) -> Any:
     for name in EXPERT_SIZES:
         if hasattr(config, name):
             setattr(config, name, 128)
-    config.head_dim = max(32, getattr(config, "head_dim", 0))
+    config.head_dim = max(32, vars(config).get("head_dim") or 0)
     config.initializer_range = 0.1
     return config
 
@@ -77,23 +77,23 @@ def padded(config: Any) -> Any:
     """A copy with sizes that are multiples of 16, which the native step needs."""
     config = copy.deepcopy(config)
     for name in ("head_dim", *EXPERT_SIZES):
-        if size := getattr(config, name, None):
+        if size := vars(config).get(name):  # transformers refuses to read what may differ between layers
             setattr(config, name, round_up(size, LANES))
     return config
 
 
 REFUSED = {
-    "Gemma4ForCausalLM": "norms of v",
-    "Gemma4UnifiedForCausalLM": "norms of v",
-    "LagunaForCausalLM": "gates of attention's output",
-}
+    f"{name}ForCausalLM": "latents instead of keys and values"
+    for name in ("DeepseekV2", "DeepseekV3", "Glm4MoeLite", "Mistral4")
+} | {f"{name}ForCausalLM": "recurrent layers" for name in ("Qwen3Next", "Qwen3_5", "Qwen3_5Moe")}
 
 
 def taken() -> dict[str, Any]:
     """The configurations, with sizes that the native step takes."""
-    ours = {name: padded(c) for name, c in configurations().items() if architecture(c) not in REFUSED}
+    ours = {name: padded(c) for name, c in configurations().items()}
     narrow = [name for name, c in ours.items() if refusal_of(c) == "head_dim 8 is not a multiple of 16"]
-    return {name: c for name, c in ours.items() if name not in narrow} | SHAPES
+    kept = {name: c for name, c in ours.items() if name not in narrow} | SHAPES
+    return {name: c for name, c in kept.items() if architecture(c) not in REFUSED}
 
 
 def refusal_of(config: Any) -> str | None:
@@ -229,6 +229,23 @@ def test_options_of_scores(tmp_path: Path, isa: str, option: tuple[float, bool, 
         assert (ours - without).abs().max() > 0.01 * without.abs().max(), "the option changes nothing"
 
 
+@pytest.mark.parametrize("function", OUTPUT_GATES)
+def test_output_gates(tmp_path: Path, isa: str, function: str, monkeypatch: pytest.MonkeyPatch):
+    """Each function of gates, for heads and for elements, gives the logits of the eager runner."""
+    name = "LagunaForCausalLM"
+    families = {**FAMILIES, name: replace(FAMILIES[name], output_gate=function)}
+    monkeypatch.setattr("minisgl.models.model_config.FAMILIES", families)
+    logits = {}
+    for kind in ("per-head", "per-element"):
+        config = copy.deepcopy(taken()["laguna"])
+        config.gating, config.initializer_range = kind, 0.5  # gates that differ
+        save(tmp_path / kind, config)
+        engine, eager = NativeEngine.load(tmp_path / kind), eager_runner(tmp_path / kind, 16)
+        logits[kind] = engine.step([Span(0, 0, A[:75]), Span(1, 0, B)])
+        assert_close(logits[kind], eager.logits_of(engine.plan))
+    assert (logits["per-head"] - logits["per-element"]).abs().max() > 0.1
+
+
 @pytest.mark.parametrize("page_size", [16, 64])
 @pytest.mark.parametrize("shape", SHAPES)
 def test_a_cache_of_8_bits(tmp_path: Path, isa: str, shape: str, page_size: int):
@@ -257,7 +274,7 @@ def test_a_cache_of_8_bits(tmp_path: Path, isa: str, shape: str, page_size: int)
 
 MANY_SHAPES = (
     *("qwen3-tied-wide-heads", "windows", "one-kv-head", "gemma2", "glm4", "olmo3", "phi"),
-    *("qwen3-moe-every-second-layer", "qwen2-moe", "glm4-moe", "gpt-oss"),
+    *("qwen3-moe-every-second-layer", "qwen2-moe", "glm4-moe", "gpt-oss", "gemma4-moe", "gemma4-shared", "laguna"),
 )
 
 

@@ -5,6 +5,7 @@
     STUB_QUEUE   requests beyond which new ones are refused with 429
     STUB_SNDBUF  bytes of the kernel's send buffer of each connection, which else grows to megabytes
 
+The template variables `calls` and `thoughts` of a chat request name the parsers of its answer.
 A prompt that contains a trigger text makes the request fail: "!error-first" before, "!error-later" after some tokens.
 After the first token of one with "!hold" nothing comes until there is a file `go` in the folder XDG_RUNTIME_DIR.
 One with "!hang" blocks the scheduler, one with "!raise" is an error of ours in it.
@@ -16,10 +17,15 @@ import os
 import socket
 import sys
 import time
-from dataclasses import dataclass
+from collections.abc import Callable
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 from minisgl.__main__ import COMMANDS, main
+from minisgl.api.parsers.forms import TOOL_FORMS
+from minisgl.api.parsers.output import OutputForms, OutputParser
+from minisgl.api.parsers.reasoning import REASONING_FORMS
+from minisgl.api.protocol import ChatCompletionRequest
 from minisgl.checkpoint import hf
 from minisgl.core.errors import ConfigError
 from minisgl.core.message import (
@@ -32,6 +38,7 @@ from minisgl.core.message import (
     FrontendMsg,
     Started,
     StatsMsg,
+    TokenizeMsg,
     TokenizerMsg,
     UserMsg,
     ids_from_bytes,
@@ -137,6 +144,21 @@ def run(args: ServerArgs, ready: Ready) -> None:
             time.sleep(delay)
 
 
+def prepare(
+    forms: OutputForms, request: ChatCompletionRequest, message: TokenizeMsg, customs: frozenset[str] = frozenset()
+) -> tuple[TokenizeMsg, Callable[[], OutputParser]]:
+    """`OutputForms.prepare` for the parsers that the request names, so that one server has all of them."""
+    names = message.template_kwargs
+    tools, reasoning = TOOL_FORMS.get(names.get("calls", "")), REASONING_FORMS.get(names.get("thoughts", ""))
+    chosen = replace(forms, tools=tools or forms.tools)
+    if reasoning is not None:
+        chosen = replace(chosen, reasoning=reasoning, opened={None: reasoning.starts_open})
+    return PREPARE(chosen, request, message, customs)
+
+
+PREPARE = OutputForms.prepare
+
+
 def bind_small(args: ServerArgs) -> socket.socket:
     """A listening socket whose connections inherit a small send buffer."""
     sock = bind_socket(args)
@@ -147,6 +169,7 @@ def bind_small(args: ServerArgs) -> socket.socket:
 if __name__ == "__main__":
     import stub_server  # by name, so that the spawned child finds the function
 
+    OutputForms.prepare = prepare  # type: ignore[method-assign]
     if "STUB_SNDBUF" in os.environ:
         launch.bind_socket = bind_small
     COMMANDS["serve"] = lambda given: launch_server(args_from_options(given_options(given)), stub_server.run)

@@ -21,17 +21,18 @@ from functools import partial
 
 import numpy as np
 
-from minisgl.core.layout import FULL, LOAD, STATE, Flag
+from minisgl.core.layout import FOLD_TOKENS, FULL, LOAD, SLOT_ID, STATE, STATE_LEN, Flag
 from minisgl.core.params import Limits
 from minisgl.core.plan import BatchPlan, StepCosts, StepResult
 from minisgl.kvcache.arena import Blocks
-from minisgl.kvcache.snapshots import Bounded, IdPool
+from minisgl.kvcache.snapshots import STEP_TOKENS, Bounded, IdPool, recent_tokens
 from minisgl.kvcache.tiers import TierSpec
 from minisgl.scheduler.cache import CacheManager
 from support.fake_grammar import FakeMatcher
 
 EOS = 0
 POISON = -7
+RECENT = recent_tokens(STEP_TOKENS)  # tokens that a slot keeps besides its state
 DAMAGED = -8  # what a page of a tier that is not intact becomes: its sequences have no finite logits
 
 
@@ -102,6 +103,12 @@ class FakeOutput:
         return self.result
 
 
+def _after(checksum: int, token: int) -> int:
+    """The checksum of a text and one more token."""
+    assert token >= 0, "a state takes in a token that was rejected or never computed"
+    return zlib.crc32(token.to_bytes(4, "little"), checksum)
+
+
 class FakeEngine:
     is_async = True
 
@@ -130,11 +137,11 @@ class FakeEngine:
         self.vocab, self.late, self.costs = vocab, late, costs
         self.seconds = 0.0  # what the batches that were executed took, according to `costs`
         # A block has words for the pages of any group. The last block is never owned.
-        width = max(2, page_size)
+        width = max(2 + RECENT, page_size)
         memory = np.full((self.blocks.count + 1, math.lcm(*per_block) * width), POISON, np.int64)
         self.kv, self.windows, self.states = (
             memory.reshape(memory.shape[0] * pages, -1)[:, :used]
-            for pages, used in zip(per_block, (page_size, page_size, 2), strict=True)
+            for pages, used in zip(per_block, (page_size, page_size, 2 + RECENT), strict=True)
         )
         self.page_table = np.full((rows, -(-max_model_len // page_size)), -1, np.int64)
         self.last_token = np.full(rows, POISON, np.int64)
@@ -148,7 +155,7 @@ class FakeEngine:
         self.window = max((b.window for b in bounded), default=0)
         self.has_state = any(b.group == STATE for b in bounded)
         self.window_table = np.full_like(self.page_table, -1)
-        self.slot_of = np.full(rows, -1)
+        self.state_table = np.full((rows, 2), -1)  # SLOT_ID, STATE_LEN
         self.num_copies = [0, 0]  # of states: restores and captures
         self.slots: list[dict[int, tuple[int, np.ndarray]]] = [{} for _ in tiers]  # slot -> (name, page)
         self.damaged: set[tuple[int, int]] = set()  # (tier, slot) whose next load finds a damaged page
@@ -225,8 +232,10 @@ class FakeEngine:
         for move in [*self.moves]:
             if move[0] in written or (move in moves and move[3] == LOAD):
                 self.move(move)
+        for slot, start, stop in plan.folds.tolist():
+            self._fold(slot, start, stop)
         for group, row, index, page in plan.page_writes.tolist():
-            (self.page_table, self.window_table, self.slot_of[:, None])[group][row, index] = page
+            (self.page_table, self.window_table, self.state_table)[group][row, index] = page
         self.captures = plan.captures.tolist()
         for restore in plan.restores.tolist():
             self.copy(*restore)
@@ -267,7 +276,7 @@ class FakeEngine:
             else:
                 ids, tokens = tokens[: stop - start], tokens[stop - start :]
             for position, token in zip(range(start, stop), ids, strict=True):
-                self._store(row, position, token)
+                self._store(row, position, token, in_chunk=not flags & Flag.FROM_DEVICE)
             pages = self.page_table[row, : -(-stop // self.page_size)]
             sequence = self.kv[pages].reshape(-1)[:stop]
             is_damaged = self._is_damaged(row, stop)
@@ -298,10 +307,19 @@ class FakeEngine:
 
     def copy(self, source: int, target: int, row: int, length: int) -> None:
         """Copy a state between a row and a snapshot."""
-        assert (self.states[source] != POISON).all(), f"row {row}, {length} tokens: state {source} is free"
+        assert self.states[source, 0] != POISON, f"row {row}, {length} tokens: state {source} is free"
         self.states[target] = self.states[source]
 
-    def _store(self, row: int, position: int, token: int) -> None:
+    def _fold(self, slot: int, start: int, stop: int) -> None:
+        """Move a state on by tokens that the slot has."""
+        state = self.states[slot]
+        if state[0] == POISON:
+            return  # its holder has freed it since
+        assert state[0] == start < stop and stop % FOLD_TOKENS == 0, f"state {slot} of {state[0]}: {start} to {stop}"
+        for position in range(start, stop):
+            state[:2] = position + 1, _after(int(state[1]), int(state[2 + position % RECENT]))
+
+    def _store(self, row: int, position: int, token: int, *, in_chunk: bool = False) -> None:
         """Store what layers keep of a token, read what those with a window read, and capture the state after it."""
         page, offset = divmod(position, self.page_size)
         self.kv[self.page_table[row, page], offset] = token
@@ -314,18 +332,27 @@ class FakeEngine:
             text = self.kv[self.page_table[row, pages], offsets]
             assert (window == text).all(), f"row {row} has at {position} the window {window} of {text}"
         if self.has_state:
-            slot = self.slot_of[row]
-            length, state = self.states[slot].tolist() if position else (0, 0)
-            assert length == position, f"row {row} computes position {position} from a state of {length} tokens"
-            self.states[slot] = position + 1, zlib.crc32(token.to_bytes(4, "little"), state)
+            state, state_len = self.states[self.state_table[row, SLOT_ID]], self.state_table[row, STATE_LEN]
+            length, checksum = state[:2].tolist() if position else (0, 0)
+            where = f"row {row} computes position {position} from a state of {length} tokens, planned {state_len}"
+            if not in_chunk:
+                assert length == state_len and 0 <= position - length < RECENT, where
+                state[2 + position % RECENT] = token
+                return
+            assert length == position < state_len, where
+            state[:2] = position + 1, _after(checksum, token)
             for capture in [c for c in self.captures if c[2:] == (row, position + 1)]:
                 self.copy(*capture)
                 self.captures.remove(capture)
 
     def _check_state(self, row: int, sequence: np.ndarray) -> None:
         if self.has_state:
-            state = [len(sequence), zlib.crc32(sequence.astype("<i4").tobytes())]
-            assert self.states[self.slot_of[row]].tolist() == state, f"row {row} has another state than {sequence}"
+            state = self.states[self.state_table[row, SLOT_ID]]
+            checksum = int(state[1])
+            for position in range(state[0], len(sequence)):
+                checksum = _after(checksum, int(state[2 + position % RECENT]))
+            expected = zlib.crc32(sequence.astype("<i4").tobytes())
+            assert checksum == expected, f"row {row} has another state than {sequence}"
 
     def _is_damaged(self, row: int, length: int) -> bool:
         pages = self.page_table[row, : -(-length // self.page_size)]
@@ -359,11 +386,9 @@ class FakeEngine:
         assert 0 <= first <= start, f"row {row} has {first + 1} tokens, the plan allows {start + 1}"
         tokens = [int(self.last_token[row]), *self.drafts[row, : stop - start - 1].tolist()]
         self.history[row, first] = tokens[0]
-        states = []
         for position, token in enumerate(tokens, first):
             self._store(row, position, token)
             self._check_state(row, self._read(row, position + 1))
-            states.append(self.states[self.slot_of[row : row + 1]].copy())
         known = self.history[row, : first + 1]
         sequence = self._read(row, first + 1)
         assert ((known == sequence) | (known == POISON)).all(), f"the history of row {row} is {known}, not {sequence}"
@@ -373,7 +398,8 @@ class FakeEngine:
         for position in range(first + 1 + right, first + len(tokens)):  # what nobody may read
             self.kv[self.page_table[row, position // self.page_size], position % self.page_size] = POISON
             self.windows[self.window_table[row, position // self.page_size], position % self.page_size] = POISON
-        self.states[self.slot_of[row : row + 1]] = states[right]
+            if self.has_state:
+                self.states[self.state_table[row, SLOT_ID], 2 + position % RECENT] = POISON
         return sampled
 
     def _propose(self, row: int, confirmed: Sequence[int]) -> int:

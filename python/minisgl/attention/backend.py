@@ -36,6 +36,18 @@ class AttentionSpec:
 
 
 @dataclass(frozen=True, slots=True)
+class MixerSpec:
+    """What a mixer that is not one of these backends is built for; fields are those of `AttentionSpec`."""
+
+    device_type: str
+    dtype: torch.dtype
+    page_size: int
+    max_rows: int = 257
+    max_queries: int = 1
+    fp8_cache: bool = False
+
+
+@dataclass(frozen=True, slots=True)
 class StepAttention(ABC):
     """Causal attention of one step over the paged cache, for all layers that attend alike.
 

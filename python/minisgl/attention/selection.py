@@ -10,12 +10,15 @@ from typing import TYPE_CHECKING, Final
 import torch
 
 from minisgl.attention.backend import Attention, AttentionBackend, AttentionSpec
+from minisgl.attention.latent import LatentMixer
 from minisgl.core.errors import ConfigError
 from minisgl.core.registry import Registry
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
+    from minisgl.attention.backend import MixerSpec
+    from minisgl.core.specs import Latent
     from minisgl.ops.table import OpTable
 
 logger = logging.getLogger(__name__)
@@ -121,6 +124,15 @@ def resolve_attention(choice: str, specs: Sequence[AttentionSpec], ops: OpTable)
     for warning in warnings:
         logger.warning("using attention backend %s", warning)
     return tuple(found)
+
+
+def latent_mixer(kind: Latent, spec: MixerSpec, ops: OpTable) -> LatentMixer:
+    """Return the mixer of layers with latents: by kernels on a GPU in 16 bits, else by the op table."""
+    if spec.device_type == "cuda" and spec.dtype in HALVES:
+        from minisgl.attention.latent_triton import TritonLatents
+
+        return TritonLatents(kind, spec, ops)
+    return LatentMixer(kind, spec, ops)
 
 
 def _build(

@@ -40,12 +40,19 @@ SLOT: Final = np.dtype([("row", "<i4"), ("start", "<i4"), ("stop", "<i4"), ("fla
 FULL, WINDOW, STATE = range(3)
 GROUPS: Final = ("full", "window", "state")
 
-# One entry of a group's page table. A row's slot is entry 0 in STATE.
+# One entry of a group's page table. In STATE, a row has two: its slot, and the number of tokens whose state is there
+# after the step's chunks.
 PAGE_WRITE: Final = np.dtype([("group", "<i4"), ("row", "<i4"), ("index", "<i4"), ("page", "<i4")])
+SLOT_ID, STATE_LEN = range(2)
 
 # A copy between a row's own page of WINDOW, or its slot, and that of a snapshot: what the text in `row` needs to go on
 # after its first `position` tokens.
 COPY: Final = np.dtype([("source", "<i4"), ("target", "<i4"), ("row", "<i4"), ("position", "<i4")])
+
+# A slot whose state moves on from its first `start` tokens to `stop`, as multiples of FOLD_TOKENS. It has what these
+# tokens add apart until then, since drafts among them may be rejected.
+FOLD: Final = np.dtype([("slot", "<i4"), ("start", "<i4"), ("stop", "<i4")])
+FOLD_TOKENS: Final = 16
 
 # A copy of a page between the pool and a slot of a tier (`kvcache/storage.py`). `name` identifies the page's tokens and
 # all before them, so that a slot with another page is noticed.
@@ -120,6 +127,7 @@ NO_SLOTS: Final[Records] = np.empty(0, SLOT)
 NO_PAGE_WRITES: Final[Records] = np.empty(0, PAGE_WRITE)
 NO_MOVES: Final[Records] = np.empty(0, MOVE)
 NO_COPIES: Final[Records] = np.empty(0, COPY)
+NO_FOLDS: Final[Records] = np.empty(0, FOLD)
 NO_ROW_STATES: Final[Records] = np.empty(0, ROW_STATE)
 NO_PROPOSALS: Final[Records] = np.empty(0, PROPOSAL)
 
@@ -137,6 +145,7 @@ PLAN_ARRAYS: Final = (
     ("moves", MOVE),
     ("restores", COPY),
     ("captures", COPY),
+    ("folds", FOLD),
 )
 # The head of a packed plan: the number of elements of each array stands under its name.
 PLAN_HEAD: Final = np.dtype([("step", "<i4"), ("mask_words", "<i4"), *((name, "<i4") for name, _ in PLAN_ARRAYS)])

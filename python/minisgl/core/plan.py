@@ -20,6 +20,7 @@ import numpy as np
 
 from minisgl.core.layout import (
     NO_COPIES,
+    NO_FOLDS,
     NO_INTS,
     NO_MASKS,
     NO_MOVES,
@@ -76,6 +77,7 @@ class BatchPlan:
                                        row's first slot may be in a later plan
     captures           COPY [C]        STATE to copy from rows to snapshots within the step, when the row's chunk has
                                        come to `position`
+    folds              FOLD [F]        slots whose state moves on, after earlier steps and before the restores
     """
 
     step: int
@@ -91,6 +93,7 @@ class BatchPlan:
     moves: Records = field(default_factory=lambda: NO_MOVES)
     restores: Records = field(default_factory=lambda: NO_COPIES)
     captures: Records = field(default_factory=lambda: NO_COPIES)
+    folds: Records = field(default_factory=lambda: NO_FOLDS)
 
     @cached_property
     def has_drafts(self) -> bool:
@@ -313,7 +316,7 @@ class Batch:
     row_states: torch.Tensor  # [R, words of ROW_STATE] int32
     prompt_logprobs: PromptLogprobs | None = None
     drafts: DraftColumns | None = None
-    captures: Records = field(default_factory=lambda: NO_COPIES)  # for the mixers
+    captures: torch.Tensor | None = None  # [N, 3] int32, in models with recurrent state: row, position, target slot
 
     @property
     def num_tokens(self) -> int:

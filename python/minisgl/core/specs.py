@@ -25,30 +25,33 @@ class Paged:
         """Return the shape of a page."""
         return (*self.shape[:-1], page_size, self.shape[-1])
 
-    def page_bytes(self, page_size: int, item: int, has_scales: bool) -> int:
-        """Return the bytes of a page with elements of `item` bytes and, if it `has_scales`, one for each vector."""
-        return math.prod(self.page_shape(page_size)[:-1]) * (self.shape[-1] * item + 4 * has_scales)
+    def page_bytes(self, page_size: int, item: int, is_fp8: bool) -> int:
+        """Return the bytes of a page of `item` bytes an element; `is_fp8`: one, and a scale for each vector."""
+        vector = self.shape[-1] + 4 if is_fp8 else self.shape[-1] * item
+        return math.prod(self.page_shape(page_size)[:-1]) * vector
 
 
 @dataclass(frozen=True, slots=True)
 class PerRow:
-    """State of a whole text, such as a recurrent one, float32: a slot of STATE has `shape` on one rank.
+    """State of a whole text, such as a recurrent one: a slot of STATE has `shape` on one rank.
 
-    Its layer starts a text from zeros, stores its state after the last token of each step, and copies it where the
-    plan's `captures` say so.
+    It is in float32, or if not `is_wide` in the model's dtype. A layer starts a text from zeros and stores the state
+    after the last token of each chunk of a prompt, and where the plan's `captures` say so. What later tokens add is
+    apart (`recent_tokens`) until the plan's `folds`.
     """
 
     name: str
     shape: tuple[int, ...]
+    is_wide: bool = True
     group: ClassVar[int] = STATE
 
     def page_shape(self, page_size: int) -> tuple[int, ...]:
         """Return the shape of a slot."""
         return self.shape
 
-    def page_bytes(self, page_size: int, item: int, has_scales: bool) -> int:
-        """Return the bytes of a slot."""
-        return 4 * math.prod(self.shape)
+    def page_bytes(self, page_size: int, item: int, is_fp8: bool) -> int:
+        """Return the bytes of a slot; `item` is that of the model's dtype."""
+        return (4 if self.is_wide else item) * math.prod(self.shape)
 
 
 State = Paged | PerRow
@@ -84,3 +87,51 @@ class GroupedQuery:
     def states(self) -> tuple[Paged]:
         """K and V of each token."""
         return (Paged("kv", (2, self.kv_heads, self.head_dim), self.group),)
+
+
+@dataclass(frozen=True, slots=True)
+class GatedDelta:
+    """Gated DeltaNet (`ops/gated_delta.py`), with a convolution over `width` inputs. Counts are one rank's.
+
+    A slot has what the last `recent` tokens add, besides the state, which is in float32 unless it `is_narrow`.
+    """
+
+    key_heads: int
+    value_heads: int
+    key_dim: int
+    value_dim: int
+    width: int
+    recent: int
+    is_narrow: bool = False
+
+    @property
+    def states(self) -> tuple[PerRow, ...]:
+        """The fields of `DeltaState`."""
+        keys, values = self.key_heads * self.key_dim, self.value_heads * self.value_dim
+        return (
+            PerRow("delta", (self.value_heads, self.key_dim, self.value_dim), not self.is_narrow),
+            PerRow("recent", (self.recent, keys + values), is_wide=False),
+            PerRow("decay", (self.recent, self.value_heads)),
+            PerRow("conv", (self.recent + self.width - 1, 2 * keys + values), is_wide=False),
+        )
+
+
+@dataclass(frozen=True, slots=True)
+class Latent:
+    """Causal attention to one latent of each token (multi-head latent attention, arXiv:2405.04434).
+
+    `heads` counts one rank's. A latent has `rank` elements, of which each head makes its key of `nope_dim` elements and
+    its value of `v_dim`, and `rope_dim` rotated ones, the rest of all heads' keys. Scores are multiplied by `scale`.
+    """
+
+    heads: int
+    rank: int
+    rope_dim: int
+    nope_dim: int
+    v_dim: int
+    scale: float
+
+    @property
+    def states(self) -> tuple[Paged]:
+        """The latent of each token, equal on all ranks."""
+        return (Paged("latent", (1, self.rank + self.rope_dim)),)

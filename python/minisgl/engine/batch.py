@@ -107,26 +107,30 @@ def step_shape(slots: Records) -> StepShape:
 def make_batch(plan: BatchPlan, device: Device) -> Batch:
     """Expand a plan and upload it."""
     x = expand(plan)
-    rows, kv_lens, ends, ids, positions, token_rows, logit_tokens, page_writes, row_states, *sampling = device.upload(
-        plan.slots["row"],
-        plan.slots["stop"],
-        x.cu_query_lens,
-        x.input_ids,
-        x.positions,
-        x.token_rows,
-        x.logit_tokens,
-        as_words(plan.page_writes),
-        as_words(plan.row_states),
-        x.sample_rows,
-        x.sample_positions,
-        x.sample_flags,
-        x.mask_index,
+    copies = plan.captures
+    rows, kv_lens, ends, ids, positions, token_rows, logit_tokens, page_writes, row_states, captures, *sampling = (
+        device.upload(
+            plan.slots["row"],
+            plan.slots["stop"],
+            x.cu_query_lens,
+            x.input_ids,
+            x.positions,
+            x.token_rows,
+            x.logit_tokens,
+            as_words(plan.page_writes),
+            as_words(plan.row_states),
+            np.stack([copies["row"], copies["position"], copies["target"]], 1),
+            x.sample_rows,
+            x.sample_positions,
+            x.sample_flags,
+            x.mask_index,
+        )
     )
     drafts = draft_columns(plan, x.draft_index, device) if plan.has_drafts else None
     return Batch(
         shape=step_shape(plan.slots),
         slots=plan.slots,
-        captures=plan.captures,
+        captures=captures,
         layout=SeqLayout(rows, kv_lens, ends),
         input_ids=ids,
         positions=positions,

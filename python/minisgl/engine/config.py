@@ -7,7 +7,7 @@ from pathlib import Path
 
 import torch
 
-from minisgl.attention.backend import AttentionSpec
+from minisgl.attention.backend import AttentionSpec, MixerSpec
 from minisgl.checkpoint.embedder import Pooling
 from minisgl.core.rounding import ceil_div
 from minisgl.core.specs import GroupedQuery
@@ -52,3 +52,8 @@ class EngineSpec:
         """Return what a backend for layers of this kind is built for."""
         rows = self.max_running_requests + 1
         return AttentionSpec(device_type, self.dtype, kind, self.page_size, rows, self.max_queries, self.fp8_cache)
+
+    def mixer_spec(self, device_type: str) -> MixerSpec:
+        """Return what other mixers are built for."""
+        rows = self.max_running_requests + 1
+        return MixerSpec(device_type, self.dtype, self.page_size, rows, self.max_queries, self.fp8_cache)

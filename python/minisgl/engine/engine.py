@@ -10,8 +10,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from minisgl.checkpoint.hf import fingerprint
-from minisgl.core.errors import ConfigError
-from minisgl.core.layout import FULL, STATE, WINDOW
+from minisgl.core.layout import FULL, STATE, STATE_LEN, WINDOW
 from minisgl.core.params import MAX_LOGIT_BIASES, MAX_STOP_TOKENS, Limits
 from minisgl.device.create import create_device
 from minisgl.device.device import Device
@@ -59,8 +58,6 @@ class Engine:
         embeds, vocab_size = spec.pooling is not None, spec.model.vocab_size
         self.limits = Limits(max_model_len=spec.max_seq_len, vocab_size=vocab_size, embeds=embeds)
         self.parts = load_parts(spec, device, group or Group(spec.info), factory, self.limits)
-        if spec.max_queries > 1 and any(mixer.group == STATE for mixer in self.parts.mixers):
-            raise ConfigError("--speculate: a rejected draft would stay in the recurrent state of this model")
         self.memory = self._size_store(factory)
         self.blocks = self.parts.store.blocks
         windows = {WINDOW: spec.model.window or 0, STATE: 0}
@@ -110,6 +107,8 @@ class Engine:
 
     def launch(self, plan: BatchPlan) -> ForwardOutput:
         """Start a step after those launched before, with the first runner that fits; its moves come first."""
+        if len(folds := plan.folds):
+            self.device.submit(lambda: self._fold(folds), 0.0)
         if not len(plan.slots):
             self.mover.launch(plan.moves, plan.moves["page"])
             return ForwardOutput(plan, lambda masks: self.device.submit(lambda: NO_TOKENS, 0.0))
@@ -120,6 +119,10 @@ class Engine:
         self.mover.start(others)  # the host need not start these before the step
         return output
 
+    def _fold(self, folds: Records) -> torch.Tensor:
+        self.parts.fold(folds)
+        return NO_TOKENS
+
     def _restore(self, copies: Records) -> torch.Tensor:
         self.parts.store.copy(copies["source"], copies["target"])
         return NO_TOKENS
@@ -128,6 +131,8 @@ class Engine:
         """Let all rows point to the dummy pages."""
         for group, table in enumerate(self.parts.state.page_tables):
             table.fill_(self.parts.store.dummy(group))
+            if group == STATE:
+                table[:, STATE_LEN:] = 0
 
     def _stores(self) -> list[Store]:
         """The tiers that `--host-kv` and `--disk-kv` ask for, of which each rank takes an equal part."""
@@ -195,7 +200,7 @@ def load_parts(spec: EngineSpec, device: Device, group: Group, factory: RunnerFa
     model = load_model(
         spec.folder, m, spec.dtype, device, ops, spec.dummy_weight, progress, comm, kind, factory.supports_format
     )
-    store = StateStore(spec.page_size, E4M3 if spec.fp8_cache else spec.dtype, device.torch_device)
+    store = StateStore(spec.page_size, E4M3 if spec.fp8_cache else spec.dtype, device.torch_device, spec.dtype)
     store.add(model.states)
     # One row more than requests: the dummy row pads captured steps.
     state = RowState(rows + 1, spec.pages_per_row, device.torch_device, len(store.page_bytes))

@@ -16,10 +16,11 @@ from minisgl.checkpoint import hf
 from minisgl.checkpoint.embedder import Embedder, decoder_config, read_embedder
 from minisgl.checkpoint.gguf_folder import gguf_files
 from minisgl.core.errors import ConfigError
-from minisgl.core.layout import FULL
+from minisgl.core.layout import FOLD_TOKENS, FULL
 from minisgl.core.rounding import ceil_div
 from minisgl.device.machine import available_memory, choose_device, gpu_memory, usable_cores
 from minisgl.distributed.info import DistributedInfo
+from minisgl.kvcache.snapshots import recent_tokens
 from minisgl.models.model_config import ModelConfig, fallback_config
 from minisgl.settings.options import PAGE_SIZES, EngineConfig
 from minisgl.speculative.source import HEAD_FOLDER, DraftSource, has_head, next_tokens, read_source
@@ -62,7 +63,13 @@ class Checkpoint:
         draft = read_source(asked, model, folder, has_weights=has_weights) if embedder is None else None
         if draft is not None and asked != config.speculate and draft.model.num_heads % config.tp:
             draft = None  # The ranks cannot divide this head, and the user did not name it.
+        drafts = config.num_draft_tokens * (draft is not None or config.speculate not in (None, "off"))
+        model = replace(model, recent=recent_tokens(1 + drafts), has_narrow_state=config.state_dtype == "model")
         return cls(folder, model, embedder, model.max_position_embeddings, draft)
+
+    def page_size(self, config: EngineConfig, device: str) -> int:
+        """Return the page size. A recurrent state is kept at the end of a page, so large pages would lose hits."""
+        return config.page_size or (FOLD_TOKENS if self.model.linear_layers else PAGE_SIZES[device])
 
 
 @dataclass(frozen=True)
@@ -77,7 +84,7 @@ class Footprint:
     @classmethod
     def of(cls, checkpoint: Checkpoint, config: EngineConfig, device: str, item: int) -> Footprint:
         """Return the footprint with elements of `item` bytes. Raises `ConfigError` if ranks cannot divide the model."""
-        m, page_size = checkpoint.model, config.page_size or PAGE_SIZES[device]
+        m, page_size = checkpoint.model, checkpoint.page_size(config, device)
         page_bytes = _page_bytes(m, config, page_size, item)
         pages = ceil_div(config.max_seq_len or checkpoint.max_model_len, page_size) * len(page_bytes)
         row = 4 * (pages + (m.vocab_size if checkpoint.embedder is None else 0))  # page tables, counts of tokens
@@ -113,7 +120,7 @@ def _page_bytes(model: ModelConfig, config: EngineConfig, page_size: int, item: 
     is_fp8 = config.kv_cache_dtype == "fp8"
     sizes = [0] * (1 + max(state.group for state in states))
     for state in states:
-        sizes[state.group] += state.page_bytes(page_size, 1 if is_fp8 else item, is_fp8)
+        sizes[state.group] += state.page_bytes(page_size, item, is_fp8)
     return sizes
 
 
@@ -122,6 +129,8 @@ def estimate_step(model: ModelConfig, config: EngineConfig, max_tokens: int, ite
     m, ranks = model, config.tp
     mlp = m.experts.top_k * m.experts.intermediate_size if m.experts is not None else 0
     widest = max(max((2 * s.heads + 2 * s.kv_heads) * s.head_dim, 3 * max(s.intermediate, mlp)) for s in m.layers)
+    if m.latent is not None:  # q, k and v of a prompt, each padded
+        widest = max(widest, 4 * m.num_heads * max(m.latent.qk_dim, m.latent.v_dim))
     hidden = max_tokens * item * (3 * (m.hidden_size + m.num_layers * m.layer_input_size) + widest // ranks)
     return hidden + config.max_running_requests * m.vocab_size * 3 * 4 // ranks
 

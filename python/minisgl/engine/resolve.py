@@ -17,7 +17,7 @@ from minisgl.engine.fit import Checkpoint, check_settings
 from minisgl.engine.runner import MIXERS, RUNNERS, Mixer
 from minisgl.models.weight import has_own_head
 from minisgl.ops.table import OpTable
-from minisgl.settings.options import MEMORY_RATIOS, PAGE_SIZES, EngineConfig
+from minisgl.settings.options import MEMORY_RATIOS, EngineConfig
 from minisgl.speculative import DRAFTERS
 from minisgl.tokenizer.end_tokens import EndTokens
 from minisgl.tokenizer.template import ChatTemplate
@@ -31,8 +31,10 @@ def make_mixers(spec: EngineSpec, kinds: Sequence[specs.Mixer], device_type: str
     """Return a mixer of each kind. Raises `ConfigError` if no attention backend works."""
     wanted = [spec.attention_spec(kind, device_type) for kind in kinds if isinstance(kind, GroupedQuery)]
     attention = iter(resolve_attention(spec.attention_backend, wanted, ops))
+    others = spec.mixer_spec(device_type)
     return tuple(
-        next(attention) if isinstance(kind, GroupedQuery) else MIXERS.load(type(kind).__name__)(kind) for kind in kinds
+        next(attention) if isinstance(kind, GroupedQuery) else MIXERS.load(type(kind).__name__)(kind, others, ops)
+        for kind in kinds
     )
 
 
@@ -70,7 +72,7 @@ def resolve(
         quantization=config.quantization,
         fp8_cache=config.kv_cache_dtype == "fp8",
         max_seq_len=config.max_seq_len or checkpoint.max_model_len,
-        page_size=PAGE_SIZES[device_type] if config.page_size is None else config.page_size,
+        page_size=checkpoint.page_size(config, device_type),
         max_running_requests=config.max_running_requests,
         attention_backend=config.attention_backend,
         memory_ratio=MEMORY_RATIOS[device_type] if config.memory_ratio is None else config.memory_ratio,

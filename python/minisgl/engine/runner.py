@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any, Final, Protocol
 import torch
 from torch import Tensor
 
-from minisgl.core.layout import Flag
+from minisgl.core.layout import Flag, as_words
 from minisgl.core.plan import Batch, BatchPlan, Context, Sampling, StepResult
 from minisgl.core.registry import Registry
 from minisgl.engine.batch import make_batch
@@ -17,6 +17,8 @@ from minisgl.engine.graphs.capture import TAILS
 from minisgl.ops.sampling import rows_per_pass
 
 if TYPE_CHECKING:
+    from minisgl.attention.backend import MixerSpec
+    from minisgl.core.layout import Records
     from minisgl.core.plan import Ints, PromptLogprobs
     from minisgl.device.device import Device, Pending
     from minisgl.distributed.communicator import Communicator
@@ -50,7 +52,11 @@ class Mixer(Protocol):
         """
 
 
-MIXERS: Final[Registry[Callable[[Any], Mixer]]] = Registry("mixer")  # those that are not attention, by type of spec
+# Those that are not attention with K and V, by type of `specs.Mixer`. Recurrences have `fold(layers, folds)` besides,
+# for `BatchPlan.folds`.
+MIXERS: Final[Registry[Callable[[Any, MixerSpec, OpTable], Any]]] = Registry("mixer")
+MIXERS.add("Latent", "minisgl.attention.selection:latent_mixer")
+MIXERS.add("GatedDelta", "minisgl.attention.recurrent:GatedDeltaMixer")
 
 
 class ForwardOutput:
@@ -158,6 +164,12 @@ class Parts:
         """Of this rank, those of a drafter included."""
         draft = None if self.drafting is None else self.drafting.model
         return sum(p.tensor.nbytes for p in (*self.model.parameters, *(draft.parameters if draft else ())))
+
+    def fold(self, folds: Records) -> None:
+        """Move recurrent states on, as `BatchPlan.folds` says."""
+        moves = self.device.upload(as_words(folds))[0]
+        for mixer, layers in self.model.recurrences.items():
+            self.mixers[mixer].fold(layers, moves)  # type: ignore[attr-defined]
 
     def run(self, batch: Batch) -> Tensor:
         """Logits [S, this rank's part of V] of a step, its page writes and sampling states applied first."""

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
-from minisgl.core.layout import HISTORY_HEAD, NO_MASKS, PAGE_WRITE, SLOT, Flag, words
+from minisgl.core.layout import HISTORY_HEAD, NO_MASKS, PAGE_WRITE, SLOT, SLOT_ID, STATE, STATE_LEN, Flag, words
 from minisgl.core.plan import BatchPlan
 from minisgl.core.rounding import ceil_div
 
@@ -69,6 +69,10 @@ def unknown_histories(rows: int, length: int) -> Ints:
 def spread_plan(slots: Sequence[Slot], page_size: int, blocks: Blocks) -> BatchPlan:
     """Make a step of `slots` whose rows are spread over the pages of each group."""
     pages = [(row, index) for row, _, stop, _ in slots for index in range(ceil_div(stop, page_size))]
-    groups = enumerate(blocks.spread())
-    writes = [(group, *page, ids[i % len(ids)]) for group, ids in groups for i, page in enumerate(pages)]
+    full_and_window, states = blocks.spread()[:STATE], blocks.spread()[STATE:]
+    writes = [(g, *page, ids[i % len(ids)]) for g, ids in enumerate(full_and_window) for i, page in enumerate(pages)]
+    for ids in states:
+        for i, (row, start, stop, flags) in enumerate(slots):
+            length = start if flags & Flag.FROM_DEVICE else stop
+            writes += [(STATE, row, SLOT_ID, ids[i % len(ids)]), (STATE, row, STATE_LEN, length)]
     return trial_plan(slots, page_writes=writes)

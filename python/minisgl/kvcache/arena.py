@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from typing import Final
 
 from minisgl.core.errors import InvariantError
-from minisgl.core.layout import FULL
+from minisgl.core.layout import FULL, STATE
 from minisgl.core.rounding import ceil_div, round_up
 
 ALIGNMENT: Final = 256  # of a page, in bytes
@@ -31,8 +31,9 @@ class Blocks:
         return self.count * self.pages[group]
 
     def spread(self) -> list[range]:
-        """Return page ids of each group that share no block, for as many texts as fit with a page of each group."""
-        shares = [math.lcm(*self.pages) // count for count in self.pages]
+        """Return page ids of each group that share no block: a text has as many of FULL and WINDOW, and one slot."""
+        has_state = len(self.pages) > STATE
+        shares = [1 if has_state else math.lcm(*self.pages) // count for count in self.pages]
         ends = [self.count * sum(shares[:i]) // sum(shares) for i in range(len(shares) + 1)]
         return [range(ends[i] * count, ends[i + 1] * count) for i, count in enumerate(self.pages)]
 

@@ -11,7 +11,8 @@ from collections import Counter, OrderedDict
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Final, NamedTuple
 
-from minisgl.core.rounding import ceil_div
+from minisgl.core.layout import FOLD_TOKENS
+from minisgl.core.rounding import ceil_div, round_up
 from minisgl.kvcache.arena import PagePool
 
 if TYPE_CHECKING:
@@ -24,6 +25,14 @@ STEP_TOKENS: Final = 9  # the most that a row decodes in one step, drafts includ
 IN_FLIGHT: Final = 2 * STEP_TOKENS  # the most that a row decodes in uncollected steps
 CHANCES: Final = 6
 WHOLE_TEXT: Final = 1 << 30  # tokens: a slot is a page for any text
+
+
+def recent_tokens(max_queries: int) -> int:
+    """Return how many tokens a slot keeps besides its state, if a row computes up to `max_queries` in a step.
+
+    They are those that the next fold takes in, and those of two steps in flight and the one that is planned.
+    """
+    return round_up(FOLD_TOKENS + 3 * max_queries, 4)
 
 
 class Bounded(NamedTuple):
@@ -118,6 +127,11 @@ class IdPool(PagePool):
         self.snapshots[snapshot] = ids
         self.kept.update(ids.values())
         return copies
+
+    def hand_over(self, row: int, snapshot: Snapshot) -> None:
+        """Give `snapshot` the slot of a row that needs it no more."""
+        self.snapshots[snapshot], self.rows[row] = self.rows[row], {}
+        self.kept.update(self.snapshots[snapshot].values())
 
     def restore(self, row: int, snapshot: Snapshot) -> list[tuple[int, int]]:
         """Give a row the ids of a snapshot, or new ones; return (source, target) to copy."""

@@ -10,7 +10,7 @@ import torch
 
 from minisgl.core.layout import FULL, STATE
 from minisgl.core.rounding import round_up
-from minisgl.core.specs import Paged
+from minisgl.core.specs import Paged, PerRow
 from minisgl.kvcache.arena import Blocks, divide
 from minisgl.ops.quantized import E4M3, Pages, QuantizedPages
 
@@ -40,10 +40,13 @@ class StateStore:
     on first use. The `pages` of layers are views of it.
     """
 
-    def __init__(self, page_size: int, dtype: torch.dtype, device: torch.device) -> None:
-        """`dtype` is that of `Paged` states; others are float32."""
+    def __init__(
+        self, page_size: int, dtype: torch.dtype, device: torch.device, model_dtype: torch.dtype = torch.float32
+    ) -> None:
+        """`dtype` is that of `Paged` states, `model_dtype` that of narrow `PerRow` states."""
         self.page_size = page_size
         self.dtype = dtype
+        self.model_dtype = model_dtype
         self.device = device
         self.states: list[LayerState] = []
         self.blocks = Blocks(0, ())
@@ -63,7 +66,9 @@ class StateStore:
         return tuple(sizes)
 
     def _bytes(self, spec: State) -> int:
-        return round_up(spec.page_bytes(self.page_size, self.dtype.itemsize, self.dtype is E4M3), STATE_ALIGNMENT)
+        is_fp8 = isinstance(spec, Paged) and self.dtype is E4M3
+        item = self.model_dtype if isinstance(spec, PerRow) else self.dtype
+        return round_up(spec.page_bytes(self.page_size, item.itemsize, is_fp8), STATE_ALIGNMENT)
 
     def allocate(self, blocks: int) -> None:
         """Allocate so many blocks, and one of dummy pages for each group, instead of those before."""
@@ -80,7 +85,9 @@ class StateStore:
         """Return the pages of one state, which begin at the byte `start` of its group's pages."""
         stride = self.strides[spec.group]
         shape = len(self.memory) // stride, *spec.page_shape(self.page_size)
-        dtype = self.dtype if isinstance(spec, Paged) else torch.float32
+        dtype = self.dtype
+        if isinstance(spec, PerRow):
+            dtype = torch.float32 if spec.is_wide else self.model_dtype
 
         def view(dtype: torch.dtype, shape: tuple[int, ...], start: int) -> torch.Tensor:
             strides = [stride // dtype.itemsize, *torch.empty(shape[1:], device="meta").stride()]

@@ -16,6 +16,7 @@ import minisgl
 from minisgl.checkpoint.hf import model_name
 from minisgl.core.errors import ConfigError, MinisglError, NativeError
 from minisgl.core.layout import GROUPS
+from minisgl.core.specs import GroupedQuery
 from minisgl.device.machine import available_memory, choose_device, cpu_name, gpu_memory, usable_cores
 from minisgl.engine.fit import GB, Footprint, check_fit, estimate_step
 from minisgl.launch.launch import bind_socket, check_args
@@ -139,20 +140,25 @@ def _model(args: ServerArgs) -> Facts:
     if device == "cpu":
         yield "its steps", f"op by op: {reason}" if (reason := refusal(spec)) else "in C++, if this machine has them"
     kinds = dict.fromkeys(m.mixer(layer, spec.info) for layer in range(m.num_layers))
-    required = [spec.attention_spec(kind, device) for kind in kinds]
+    required = [spec.attention_spec(kind, device) for kind in kinds if isinstance(kind, GroupedQuery)]
     reasons = {name: [ATTENTION.refusal(name, needs) for needs in required] for name in ATTENTION.names}
-    yield "attention", "; ".join(f"{name}: {next(filter(None, found), 'usable')}" for name, found in reasons.items())
+    usable = "; ".join(f"{name}: {next(filter(None, found), 'usable')}" for name, found in reasons.items())
+    yield "attention", usable if required else "to latents, by kernels of their own"
 
     if device == "cuda" and m.quantization is None:
         from minisgl.kernels.triton.kernels import explain
         from minisgl.kernels.triton.product import Mixture, Product
         from minisgl.ops.quantized import target_format
 
+        inputs = m.hidden_size if m.latent is None else m.latent.q_rank or m.hidden_size
         attention, ranks = (m.num_heads + 2 * m.num_kv_heads) * m.head_dim, spec.info.size
         kind, dtype = target_format(device, spec.quantization or "", m.hidden_size), spec.dtype
+        value_dim = m.head_dim
+        if m.latent is not None:
+            attention, value_dim = m.num_heads * m.latent.qk_dim, m.latent.v_dim
         work: dict[str, Product | Mixture] = {
-            "qkv": Product(1, attention // ranks, m.hidden_size, kind, dtype),
-            "o": Product(1, m.hidden_size, m.num_heads * m.head_dim // ranks, kind, dtype),
+            "qkv" if m.latent is None else "q": Product(1, attention // ranks, inputs, kind, dtype),
+            "o": Product(1, m.hidden_size, m.num_heads * value_dim // ranks, kind, dtype),
             "gate and up": Product(1, 2 * m.intermediate_size // ranks, m.hidden_size, kind, dtype, m.activation)
             if m.family.is_gated
             else Product(1, m.intermediate_size // ranks, m.hidden_size, kind, dtype),

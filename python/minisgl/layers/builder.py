@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from enum import Enum
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
@@ -87,6 +87,10 @@ class Shard:
     def count(self) -> int:
         return self.stop - self.start
 
+    def times(self, unit: int) -> Shard:
+        """Return the shard if each of its elements is `unit` of them."""
+        return Shard(self.size * unit, self.start * unit, self.stop * unit, self.copies)
+
 
 Size = int | Shard
 """A dimension; an int means that every rank holds all of it."""
@@ -98,7 +102,8 @@ class Builder:
     """Creates the weights of a model's layers, and gives the layers their ops, dtype, device and ranks.
 
     `format_of` returns the format of the matrix with this checkpoint name; None means the model's dtype. `parameters`
-    lists the created weights in order, `states` what the layers keep, `mixers` how they mix tokens.
+    lists the created weights in order, `states` what the layers keep, `mixers` how they mix tokens; `recurrences` are
+    the layers with a recurrent state, by mixer.
     """
 
     def __init__(
@@ -118,6 +123,7 @@ class Builder:
         self.parameters: list[Parameter] = []
         self.states: list[LayerState] = []
         self.mixers: list[Mixer] = []
+        self.recurrences: dict[int, list[Any]] = {}
 
     def shard(self, count: int, what: str, *, unit: int = 1) -> Shard:
         """Return this rank's equal shard of `count` units of `unit` elements each.
@@ -195,7 +201,7 @@ class Builder:
         sources, rows = _sources(parts, [columns])
         kinds = {self.format_of(name) for name in parts}
         kind = kinds.pop() if len(kinds) == 1 else None
-        if kind is None or not supports_format(kind) or rows % 16 or not all(_fits(kind, s) for s in sources):
+        if kind is None or not supports_format(kind) or rows % 16 or not _fit(kind, sources):
             return self.parameter(parts, in_features, order=order)
         weight = kind.empty(rows, columns.count, self.device)
         self.parameters.append(Parameter(weight, sources, Init.NORMAL, order=order))
@@ -210,21 +216,22 @@ def _sources(parts: Mapping[str, Rows], columns: list[Shard]) -> tuple[tuple[Sou
         stored_shape, first = (sum(d.size for d in fused), *(d.size for d in columns)), 0
         for part in fused:
             bounds = [slice(first + part.start, first + part.stop), *(slice(d.start, d.stop) for d in columns)]
-            for _ in range(part.copies):
+            for _ in range(part.copies if part.count else 0):
                 sources.append(Source(name, stored_shape, tuple(bounds), start))
                 start += part.count
             first += part.size
     return tuple(sources), start
 
 
-def _fits(kind: Format, source: Source) -> bool:
-    rows, columns = source.slices
-    ends = source.start, rows.start, rows.stop
-    return (
-        not any(end % kind.rows for end in ends)
-        and not columns.start % kind.columns
-        and not columns.stop % kind.columns
-    )
+def _fit(kind: Format, sources: Sequence[Source]) -> bool:
+    """Return whether parts begin and end where scales do. The last may end where its tensor does, within a block."""
+    for source in sources:
+        rows, columns = source.slices
+        is_end = source is sources[-1] and rows.stop == source.shape[0]
+        ends = source.start, rows.start, 0 if is_end else rows.stop
+        if any(end % kind.rows for end in ends) or columns.start % kind.columns or columns.stop % kind.columns:
+            return False
+    return True
 
 
 def _shard(count: int, own: range, unit: int) -> Shard:

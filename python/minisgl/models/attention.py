@@ -4,15 +4,17 @@ from __future__ import annotations
 
 from dataclasses import replace
 from functools import partial
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Final
 
 import torch
-from torch.nn import functional as F
 
+from minisgl.layers.builder import Shard
 from minisgl.layers.linear import HeadsNorm, Linear, RMSNorm, Stream
 from minisgl.layers.rotary import head_order
 from minisgl.ops.deferred import Result, finished
-from minisgl.ops.reference import HeadTransform
+from minisgl.ops.reference import OUTPUT_GATES, HeadTransform, LatentTransform
+
+LATENT_EPS: Final = 1e-6  # of the norms within the block, whatever config.json says
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -20,6 +22,7 @@ if TYPE_CHECKING:
     from minisgl.core.plan import Context
     from minisgl.layers.builder import Builder, Rows
     from minisgl.layers.linear import Norm
+    from minisgl.models.layer_sizes import LatentSizes
     from minisgl.models.model_config import ModelConfig
 
 
@@ -47,7 +50,7 @@ class Attention:
         q = builder.shard(sizes.heads, "attention heads", unit=dim)
         k = builder.shard_or_replicate(sizes.kv_heads, "KV heads", unit=dim)
         self.q_size, kv_size = q.count, 0 if source is not None else k.count
-        qkv: dict[str, Rows] = {f"{name}.q_proj": q}
+        qkv: dict[str, Rows] = {f"{name}.q_proj": _halves(q, dim, 0) if family.has_gates_in_q else q}
         if "qkv" in family.fused:
             qkv = {f"{name}.qkv_proj": (q, k, k)}
         elif source is None and sizes.is_v_k:
@@ -71,10 +74,14 @@ class Attention:
             k_norm = norm(norms[1]).weight if source is None else None
         heads = builder.shard(sizes.heads, "attention heads")
         sinks = builder.parameter({f"{name}.sinks": heads}, dtype=torch.float32) if family.has_sinks else None
-        self._gate = None
+        self.gate = None
         if c.output_gate:
             gates = heads if c.output_gate == "head" else q
-            self._gate = Linear(builder, {f"{name}.g_proj": gates}, hidden_size, bias=False)
+            parts: dict[str, Rows] = {f"{name}.{family.names.get('g_proj', 'g_proj')}": gates}
+            if family.has_gates_in_q:
+                parts = {f"{name}.q_proj": _halves(q, dim, 1)}
+            self.gate = Linear(builder, parts, hidden_size, bias=False)
+            self._gate_function = OUTPUT_GATES[family.output_gate]
         mixer = c.mixer(index, builder.info)
         self.mixer = builder.mixer(mixer)
         if source is None:
@@ -90,11 +97,11 @@ class Attention:
 
         This step's keys and values are stored; `stream` may be overwritten.
         """
-        if self._gate is None:
+        if self.gate is None:
             qkv, total = self.qkv_proj.after_sum_norm(stream, norm)
             return Stream(self.attend(finished(qkv), ctx), total)
         normed, total = (finished(stream.x),) * 2 if norm is None else norm.sum_add(stream)
-        gates = F.softplus(finished(self._gate.forward(normed)).float())
+        gates = self._gate_function(finished(self.gate.forward(normed)).float())
         return Stream(self.attend(finished(self.qkv_proj.forward(normed)), ctx, gates), total)
 
     def attend(self, qkv: Tensor, ctx: Context, gates: Tensor | None = None) -> Result:
@@ -108,3 +115,62 @@ class Attention:
         if gates is not None:
             out = out * gates.view(*out.shape[:2], -1).to(out.dtype)
         return self.o_proj.forward(out.view(-1, self.q_size))
+
+
+def _halves(rows: Shard, dim: int, half: int) -> list[Shard]:
+    """Return the parts of a projection in which q (half 0) and gate (1) of a head alternate, for `rows` of q."""
+    is_own = [rows.start <= start < rows.stop for start in range(0, rows.size, dim)]
+    return [Shard(dim, 0, dim * (own and part == half)) for own in is_own for part in range(2)]
+
+
+class LatentAttention:
+    """Multi-head latent attention of layer `index` (arXiv:2405.04434). Every rank has all of each latent.
+
+    Layers share `cos_sin` [max positions, rope_dim] and `q_scale`, as in `Attention`. `kv_b_proj`, which makes keys and
+    values of latents, is in the model's dtype: decode steps multiply queries and results by parts of it instead.
+    """
+
+    def __init__(
+        self,
+        builder: Builder,
+        config: ModelConfig,
+        sizes: LatentSizes,
+        index: int,
+        cos_sin: Tensor,
+        q_scale: Tensor | None,
+    ) -> None:
+        c, name = config, f"model.layers.{index}.self_attn"
+        heads = builder.shard(c.num_heads, "attention heads")
+        q = builder.shard(c.num_heads, "attention heads", unit=sizes.qk_dim)
+        rotary = head_order(sizes.rope_dim, sizes.rope_dim, is_interleaved=c.is_interleaved)
+        head = [*range(sizes.nope_dim), *(sizes.nope_dim + i for i in rotary)]
+        q_order = [start + i for start in range(0, q.count, sizes.qk_dim) for i in head]
+        first: dict[str, Rows] = {f"{name}.q_proj": q}
+        order, self._q_norm, self._q_b_proj = q_order, None, None
+        if sizes.q_rank:
+            first, order = {f"{name}.q_a_proj": sizes.q_rank}, [*range(sizes.q_rank)]
+            self._q_norm = RMSNorm(builder, f"{name}.q_a_layernorm", sizes.q_rank, LATENT_EPS)
+            self._q_b_proj = Linear(builder, {f"{name}.q_b_proj": q}, sizes.q_rank, bias=False, order=q_order)
+        order = order + [len(order) + i for i in (*range(sizes.rank), *(sizes.rank + i for i in rotary))]
+        self._ends = len(order) - sizes.rank - sizes.rope_dim
+        first[f"{name}.kv_a_proj_with_mqa"] = sizes.rank + sizes.rope_dim
+        self._a_proj = Linear(builder, first, c.hidden_size, bias=c.qkv_bias, order=order)
+        norm = RMSNorm(builder, f"{name}.kv_a_layernorm", sizes.rank, LATENT_EPS)
+        kv = builder.shard(c.num_heads, "attention heads", unit=sizes.nope_dim + sizes.v_dim)
+        kv_weight = builder.parameter({f"{name}.kv_b_proj.weight": kv}, sizes.rank).view(heads.count, -1, sizes.rank)
+        self.heads = LatentTransform(norm.weight, norm.eps, cos_sin, kv_weight, q_scale)
+        o = builder.shard(c.num_heads, "attention heads", unit=sizes.v_dim)
+        self.o_proj = Linear(builder, {f"{name}.o_proj": c.hidden_size}, o, bias=c.o_bias)
+        mixer = c.mixer(index, builder.info)
+        self.mixer = builder.mixer(mixer)
+        self.kv = builder.state(*mixer.states)
+        self._shape = heads.count, sizes.qk_dim
+
+    def forward(self, stream: Stream, norm: Norm | None, ctx: Context) -> Stream:
+        """Return what `Attention.forward` does."""
+        projected, total = self._a_proj.after_sum_norm(stream, norm)
+        q, latents = finished(projected).tensor_split([self._ends], 1)
+        if self._q_b_proj is not None:
+            q = finished(self._q_b_proj.after_sum_norm(Stream(q.contiguous()), self._q_norm)[0])
+        out: Tensor = ctx.mixers[self.mixer].attend(q.view(len(q), *self._shape), latents, self.heads, self.kv.pages)
+        return Stream(self.o_proj.forward(out.flatten(1)), total)

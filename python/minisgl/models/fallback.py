@@ -11,7 +11,7 @@ import re
 from collections.abc import Iterator
 from contextlib import contextmanager
 from inspect import signature
-from typing import TYPE_CHECKING, Any, Final, NamedTuple
+from typing import TYPE_CHECKING, Any, ClassVar, Final, NamedTuple
 
 import torch
 import transformers
@@ -76,6 +76,8 @@ class FallbackForCausalLM:
     nothing but attention mixes tokens and the position counts that we give, and else not. The first run has masks,
     which show the layers' windows; the second is computed as later steps are.
     """
+
+    recurrences: ClassVar[dict[int, list[Any]]] = {}  # it has no state beside K/V
 
     def __init__(self, builder: Builder, config: ModelConfig, model: Any) -> None:
         """Declare what the layers of transformers' `model` keep. Raises `ConfigError` if it cannot be computed."""

@@ -49,6 +49,7 @@ class ExpertFlags:
     bias          the tensor in the block that is added to scores before the choice, but not to weights; "" for none
     bias_rows     the number of rows of this tensor; None if it is a vector
     has_groups    experts are in `n_group` groups, of which a token may choose from `topk_group`
+    group_best    how many of a group's best scores are added to compare it with others
     scale_key     the field for a factor of the experts' sum
     shared        an MLP in the block for all tokens, beside the experts; "" for none
     shared_keys   the fields whose product is its intermediate size
@@ -73,6 +74,7 @@ class ExpertFlags:
     bias: str = ""
     bias_rows: int | None = None
     has_groups: bool = False
+    group_best: int = 2
     scale_key: str = ""
     shared: str = ""
     shared_keys: tuple[str, ...] = ()
@@ -117,7 +119,7 @@ class NextTokens(NamedTuple):
     names: Mapping[str, str]
 
 
-DEEPSEEK_NEXT: Final = NextTokens(
+DEEPSEEK_MTP: Final = NextTokens(
     "num_nextn_predict_layers",
     {
         "model.layers.{}.enorm.": "embedding_norm.",
@@ -129,7 +131,7 @@ DEEPSEEK_NEXT: Final = NextTokens(
         "model.layers.{}.": "model.layers.0.",
     },
 )
-QWEN_NEXT: Final = NextTokens(
+QWEN_MTP: Final = NextTokens(
     "mtp_num_hidden_layers",
     {
         "mtp.pre_fc_norm_embedding.": "embedding_norm.",
@@ -170,7 +172,7 @@ class Family:
     is_gated             the MLP is down(f(gate(x)) * up(x)); else down(f(up(x)))
     fused                of "qkv" and "gate_up", the projections that the checkpoint stacks in one tensor
     names                our names of modules -> the checkpoint's
-    scales_embedding     the embedding is multiplied by sqrt(hidden_size)
+    scales_embedding     the embedding is multiplied by sqrt(hidden_size), or the field of config.json that says so
     options              of MULTIPLIERS and SOFTCAPS, the fields of config.json that count
     logit_scale          the field of config.json for a multiplier of logits, and its exponent: 1 or -1
     is_interleaved       RoPE rotates adjacent elements of a head instead of its halves
@@ -179,9 +181,12 @@ class Family:
     without_rope         which layers have no RoPE (`models/positions.py: WITHOUT_ROPE`)
     slides               which layers may have a window (`models/positions.py: SLIDES`); None: no layer
     has_sinks            attention has a learned sink for each head
+    has_latents          attention keeps a latent of each token instead of keys and values
     norms_v              heads of v have a norm without weights
-    has_output_gate      attention's output is multiplied by softplus of a projection of its input, for each head or
-                         element, as `gating` in config.json says
+    output_gate          attention's output is multiplied by this function of a projection of its input
+                         (`ops/reference.py: OUTPUT_GATES`), for each head or element, as `gating` in config.json says
+    has_gates_in_q       the gates are rows of q_proj, after those of q of each head
+    has_linear           layers may have a recurrence instead of attention (`positions.read_linear_layers`)
     has_layer_tail       layers end as those of Gemma 4 (`models/gemma4.py: LayerTail`)
     next_tokens          where a checkpoint has a layer that predicts the token after the next
     has_window_switch    these layers have a window only if `use_sliding_window` is true
@@ -208,7 +213,7 @@ class Family:
     is_gated: bool = True
     fused: frozenset[str] = frozenset()
     names: Mapping[str, str] = field(default_factory=dict)
-    scales_embedding: bool = False
+    scales_embedding: bool | str = False
     options: frozenset[str] = frozenset()
     logit_scale: tuple[str, int] | None = None
     is_interleaved: bool = False
@@ -219,13 +224,16 @@ class Family:
     slides: str | None = None
     has_window_switch: bool = False
     has_sinks: bool = False
+    has_latents: bool = False
     norms_v: bool = False
-    has_output_gate: bool = False
+    output_gate: str = ""
+    has_gates_in_q: bool = False
+    has_linear: bool = False
     has_layer_tail: bool = False
     next_tokens: NextTokens | None = None
     activation_key: str = "hidden_act"
     refuses: tuple[str, ...] = ()
-    requires: Mapping[str, float] = field(default_factory=dict)
+    requires: Mapping[str, float | str] = field(default_factory=dict)
     text_types: tuple[str, ...] = ()
     text_defaults: Mapping[str, Any] = field(default_factory=dict)
     defaults: Mapping[str, Any] = field(default_factory=dict)
@@ -316,12 +324,71 @@ GEMMA_4: Final = Family(
         is_beside=True,
     ),
 )
+QWEN_NEXT: Final = Family(
+    norm_offset=1.0,
+    qkv_bias=False,
+    o_bias=False,
+    qk_norm="head",
+    output_gate="sigmoid",
+    has_gates_in_q=True,
+    has_linear=True,
+    has_partial_rope=True,
+    fused=frozenset({"qkvz"}),
+    refuses=("attention_bias",),
+    defaults={
+        "head_dim": 256,
+        "partial_rotary_factor": 0.25,
+        "full_attention_interval": 4,
+        "linear_conv_kernel_dim": 4,
+        "linear_key_head_dim": 128,
+        "linear_value_head_dim": 128,
+        "linear_num_key_heads": 16,
+        "linear_num_value_heads": 32,
+        "shared_expert_intermediate_size": 512,
+        "norm_topk_prob": True,
+        "mtp_num_hidden_layers": 1,
+    },
+    next_tokens=QWEN_MTP,
+    experts=ExpertFlags(
+        dense="step",
+        shared="shared_expert",
+        shared_keys=("shared_expert_intermediate_size",),
+        shared_gate="shared_expert_gate",
+        packed=Packed(),
+    ),
+)
 ERNIE: Final = Family(
     qkv_bias="use_bias",
     o_bias="use_bias",
     mlp_bias="use_bias",
     is_interleaved=True,
     defaults={"rms_norm_eps": 1e-5, "rope_theta": 5e5, "head_dim": 128, "tie_word_embeddings": True},
+)
+# transformers' defaults that all models with latents have in common.
+LATENT: Final[Mapping[str, Any]] = {
+    "kv_lora_rank": 512,
+    "qk_rope_head_dim": 64,
+    "qk_nope_head_dim": 128,
+    "v_head_dim": 128,
+}
+DEEPSEEK_3: Final = Family(
+    has_latents=True,
+    is_interleaved=True,
+    refuses=("index_topk",),
+    text_types=("deepseek_v3", "kimi_k2"),
+    defaults={
+        **LATENT,
+        "q_lora_rank": 1536,
+        "n_group": 8,
+        "topk_group": 4,
+        "n_shared_experts": 1,
+        "first_k_dense_replace": 3,
+        "norm_topk_prob": True,
+        "routed_scaling_factor": 2.5,
+        "num_nextn_predict_layers": 1,
+    },
+    next_tokens=DEEPSEEK_MTP,
+    experts=GROUPED,
 )
 FAMILIES: Final[Mapping[str, Family]] = MappingProxyType(
     {
@@ -548,6 +615,21 @@ FAMILIES: Final[Mapping[str, Family]] = MappingProxyType(
             text_defaults={"norm_topk_prob": True},
             experts=ExpertFlags(dense="step", packed=Packed()),
         ),
+        "Qwen3NextForCausalLM": QWEN_NEXT,
+        "Qwen3_5ForCausalLM": replace(QWEN_NEXT, fused=frozenset(), experts=None, text_types=("qwen3_5_text",)),
+        "Qwen3_5MoeForCausalLM": replace(
+            QWEN_NEXT,
+            fused=frozenset(),
+            text_types=("qwen3_5_moe_text",),
+            defaults={**QWEN_NEXT.defaults, "intermediate_size": 512},
+            experts=ExpertFlags(
+                normalises=True,
+                shared="shared_expert",
+                shared_keys=("shared_expert_intermediate_size",),
+                shared_gate="shared_expert_gate",
+                packed=Packed(),
+            ),
+        ),
         "MixtralForCausalLM": Family(
             qkv_bias=False,
             o_bias=False,
@@ -594,7 +676,7 @@ FAMILIES: Final[Mapping[str, Family]] = MappingProxyType(
         "LagunaForCausalLM": Family(
             qk_norm="head",
             has_partial_rope=True,
-            has_output_gate=True,
+            output_gate="softplus",
             slides="if listed",
             refuses=("moe_apply_router_weight_on_input",),
             defaults={
@@ -617,6 +699,36 @@ FAMILIES: Final[Mapping[str, Family]] = MappingProxyType(
                 softcap_key="moe_router_logit_softcapping",
                 shared="shared_expert",
                 shared_keys=("shared_expert_intermediate_size",),
+            ),
+        ),
+        "AfmoeForCausalLM": Family(
+            norms=("input_layernorm", "post_attention_layernorm", "pre_mlp_layernorm", "post_mlp_layernorm"),
+            qk_norm="head",
+            names={"g_proj": "gate_proj"},
+            scales_embedding="mup_enabled",
+            without_rope="full",
+            slides="not every n-th",
+            output_gate="sigmoid",
+            requires={"score_func": "sigmoid", "route_norm": True, "n_group": 1, "topk_group": 1},
+            defaults={
+                "rms_norm_eps": 1e-5,
+                "head_dim": 128,
+                "sliding_window": 1024,
+                "global_attn_every_n_layers": 4,
+                "gating": "per-element",
+                "num_dense_layers": 1,
+                "num_shared_experts": 2,
+            },
+            experts=ExpertFlags(
+                router="router.gate",
+                count_keys=("num_experts",),
+                normalises=True,
+                dense="first n",
+                scoring="sigmoid",
+                bias="expert_bias",
+                scale_key="route_scale",
+                shared="shared_experts",
+                shared_keys=("moe_intermediate_size", "num_shared_experts"),
             ),
         ),
         "MellumForCausalLM": Family(
@@ -681,7 +793,7 @@ FAMILIES: Final[Mapping[str, Family]] = MappingProxyType(
                 "num_nextn_predict_layers": 1,
             },
             experts=GROUPED,
-            next_tokens=DEEPSEEK_NEXT,
+            next_tokens=DEEPSEEK_MTP,
         ),
         "SolarOpenForCausalLM": Family(
             o_bias=False,
@@ -731,6 +843,58 @@ FAMILIES: Final[Mapping[str, Family]] = MappingProxyType(
             has_partial_rope=True,
             defaults={"rope_theta": 5e6, "head_dim": 128},
             experts=replace(MIXTRAL, scoring="sigmoid", bias="e_score_correction_bias"),
+        ),
+        "DeepseekV2ForCausalLM": Family(
+            has_latents=True,
+            is_interleaved=True,
+            mlp_bias="mlp_bias",
+            text_types=("deepseek_v2",),
+            defaults={
+                **LATENT,
+                "q_lora_rank": 1536,
+                "n_shared_experts": 2,
+                "topk_method": "greedy",
+            },
+            experts=replace(GROUPED, scoring="softmax", bias="", group_best=1, normalises=False),
+        ),
+        "DeepseekV3ForCausalLM": DEEPSEEK_3,
+        "Glm4MoeLiteForCausalLM": replace(
+            DEEPSEEK_3,
+            text_types=("glm4_moe_lite",),
+            defaults={
+                **LATENT,
+                "q_lora_rank": 768,
+                "qk_nope_head_dim": 192,
+                "v_head_dim": 256,
+                "rms_norm_eps": 1e-5,
+                "n_shared_experts": 1,
+                "first_k_dense_replace": 1,
+                "norm_topk_prob": True,
+                "routed_scaling_factor": 1.8,
+            },
+            experts=replace(GROUPED, dense="listed"),
+        ),
+        "Mistral4ForCausalLM": replace(
+            DEEPSEEK_3,
+            scales_queries=True,
+            text_types=("mistral4",),
+            defaults={
+                **LATENT,
+                "q_lora_rank": 1024,
+                "kv_lora_rank": 256,
+                "qk_nope_head_dim": 64,
+                "n_shared_experts": 1,
+                "norm_topk_prob": True,
+                "rope_scaling": {
+                    "rope_type": "yarn",
+                    "factor": 128.0,
+                    "original_max_position_embeddings": 8192,
+                    "mscale": 1.0,
+                    "mscale_all_dim": 1.0,
+                    "llama_4_scaling_beta": 0.1,
+                },
+            },
+            experts=replace(GROUPED, scoring="softmax", bias="", packed=Packed()),
         ),
         "Ernie4_5_MoeForCausalLM": replace(
             ERNIE,

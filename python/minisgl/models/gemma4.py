@@ -33,7 +33,7 @@ class BesideMLP:
         names = ("post_feedforward_layernorm_1", "pre_feedforward_layernorm_2", "post_feedforward_layernorm_2")
         self.norms = [RMSNorm(builder, f"{name}.{norm}", c.hidden_size, c.rms_norm_eps) for norm in names]
         scales = {f"{name}.router.scale": c.hidden_size}
-        self._router_norm = builder.parameter(scales, init=Init.ONES, dtype=torch.float32, scale=c.hidden_size**-0.5)
+        self.router_norm = builder.parameter(scales, init=Init.ONES, dtype=torch.float32, scale=c.hidden_size**-0.5)
         self._rms_norm, self._eps, self._sum = builder.ops.rms_norm, c.rms_norm_eps, builder.comm.sum
 
     def sum_forward(self, stream: Stream, norm: Norm) -> Stream:
@@ -41,7 +41,7 @@ class BesideMLP:
         normed, total = norm.sum_add(stream)
         after_mlp, before, after = self.norms
         dense = after_mlp.forward(self._sum(finished(self.mlp.forward(Stream(normed), None).x)))
-        routed = self._rms_norm(total, self._router_norm, self._eps)
+        routed = self._rms_norm(total, self.router_norm, self._eps)
         mixed = self._sum(self.experts.mix(before.forward(total), routed))
         return Stream(after.forward(mixed, dense), total)
 
@@ -54,15 +54,15 @@ class LayerInputs:
         width = self._count * self._size
         # Both parts are divided by sqrt(2); the scale of the projection cancels in the norm, but for its epsilon.
         scale, eps = (self._size / 2) ** 0.5, config.rms_norm_eps * config.hidden_size
-        self._embedding = Embedding(builder, "model.embed_tokens_per_layer", config.layer_input_vocab, width, scale)
-        self._projection = Linear(builder, {"model.per_layer_model_projection": width}, config.hidden_size, bias=False)
-        self._norm = RMSNorm(builder, "model.per_layer_projection_norm", self._size, eps, scale=0.5**0.5)
+        self.embedding = Embedding(builder, "model.embed_tokens_per_layer", config.layer_input_vocab, width, scale)
+        self.projection = Linear(builder, {"model.per_layer_model_projection": width}, config.hidden_size, bias=False)
+        self.norm = RMSNorm(builder, "model.per_layer_projection_norm", self._size, eps, scale=0.5**0.5)
 
     def summed(self, ids: Tensor, hidden: Tensor) -> Tensor:
         """Return [layers, T, size] for token ids [T] and their embeddings [T, H]."""
         shape = (-1, self._count, self._size)
-        projected = finished(self._projection.forward(hidden)).view(shape)
-        return self._norm.forward(projected, self._embedding.summed(ids).view(shape)).transpose(0, 1)
+        projected = finished(self.projection.forward(hidden)).view(shape)
+        return self.norm.forward(projected, self.embedding.summed(ids).view(shape)).transpose(0, 1)
 
 
 class LayerTail:
@@ -70,18 +70,18 @@ class LayerTail:
 
     def __init__(self, builder: Builder, config: ModelConfig, index: int) -> None:
         c, name = config, f"model.layers.{index}"
-        self._scalar = builder.parameter({f"{name}.layer_scalar": 1}, init=Init.ONES)
-        self._norm = None
+        self.scalar = builder.parameter({f"{name}.layer_scalar": 1}, init=Init.ONES)
+        self.norm = None
         if size := c.layer_input_size:
-            self._gate = Linear(builder, {f"{name}.per_layer_input_gate": size}, c.hidden_size, bias=False)
-            self._projection = Linear(builder, {f"{name}.per_layer_projection": c.hidden_size}, size, bias=False)
-            self._norm = RMSNorm(builder, f"{name}.post_per_layer_input_norm", c.hidden_size, c.rms_norm_eps)
+            self.gate = Linear(builder, {f"{name}.per_layer_input_gate": size}, c.hidden_size, bias=False)
+            self.projection = Linear(builder, {f"{name}.per_layer_projection": c.hidden_size}, size, bias=False)
+            self.norm = RMSNorm(builder, f"{name}.post_per_layer_input_norm", c.hidden_size, c.rms_norm_eps)
             self._activation = ACTIVATIONS[c.activation]
 
     def forward(self, x: Tensor, residual: Tensor | None, norm: RMSNorm, inputs: Tensor | None) -> Stream:
         """Return the stream for the block's output, the residual [T, H], the norm after it, and inputs [T, size]."""
-        if self._norm is None or inputs is None:
-            return Stream(norm.forward(x, residual, self._scalar))
+        if self.norm is None or inputs is None:
+            return Stream(norm.forward(x, residual, self.scalar))
         hidden = norm.forward(x, residual)
-        gated = self._activation(finished(self._gate.forward(hidden))) * inputs
-        return Stream(self._norm.forward(finished(self._projection.forward(gated)), hidden, self._scalar))
+        gated = self._activation(finished(self.gate.forward(hidden))) * inputs
+        return Stream(self.norm.forward(finished(self.projection.forward(gated)), hidden, self.scalar))

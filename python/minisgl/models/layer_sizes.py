@@ -23,6 +23,46 @@ class LayerSizes(NamedTuple):
     is_v_k: bool = False
 
 
+class LatentSizes(NamedTuple):
+    """The sizes of multi-head latent attention, as in `core/specs.py: Latent`.
+
+    Queries are projected from `q_rank` elements; 0: from the hidden states.
+    """
+
+    q_rank: int
+    rank: int
+    rope_dim: int
+    nope_dim: int
+    v_dim: int
+
+    @property
+    def qk_dim(self) -> int:
+        """The size of a head of q and k."""
+        return self.nope_dim + self.rope_dim
+
+    def num_weights(self, heads: int, hidden_size: int) -> tuple[int, int]:
+        """Return the weights of a layer's projections, and those of `kv_b_proj`, which is never quantized."""
+        q = self.q_rank * (hidden_size + heads * self.qk_dim) if self.q_rank else hidden_size * heads * self.qk_dim
+        others = hidden_size * (self.rank + self.rope_dim + heads * self.v_dim)
+        return q + others, self.rank * heads * (self.nope_dim + self.v_dim)
+
+
+def read_latent(config: dict[str, Any]) -> tuple[LatentSizes, dict[str, Any]]:
+    """Return the sizes of latents, and the fields of a decoder whose heads are the rotated parts."""
+    q_rank = size(config, "q_lora_rank") if config.get("q_lora_rank") is not None else 0
+    names = ("kv_lora_rank", "qk_rope_head_dim", "qk_nope_head_dim", "v_head_dim")
+    sizes = LatentSizes(q_rank, *(size(config, name) for name in names))
+    if config.get("attention_bias") and not q_rank:
+        raise ConfigError("attention_bias is not supported without q_lora_rank")
+    config = {**config, "head_dim": sizes.rope_dim, "num_key_value_heads": 1}
+    for key in ("rope_parameters", "rope_scaling"):
+        ropes = config.get(key)
+        # Mistral 4 counts the elements that rotate as a part of whole heads.
+        if isinstance(ropes, dict) and ropes.get("partial_rotary_factor") == sizes.rope_dim / sizes.qk_dim:
+            config[key] = {name: value for name, value in ropes.items() if name != "partial_rotary_factor"}
+    return sizes, config
+
+
 # Fields of transformers' `per_layer_config` -> ours.
 FIELDS: Final = {"num_attention_heads": "heads", "num_key_value_heads": "kv_heads", "head_dim": "head_dim"}
 
@@ -68,7 +108,7 @@ def _changes(config: dict[str, Any], i: int, window: int | None) -> dict[str, An
                 raise ConfigError(f"config.json has num_attention_heads_per_layer={heads!r:.60}; a list is needed")
             given["num_attention_heads"] = heads[i]
     elif isinstance(given, dict):
-        given = given.get(str(i), {})
+        given = {str(key).lstrip("0") or "0": value for key, value in given.items()}.get(str(i), {})  # "05" of 12
     if not isinstance(given, dict) or given.keys() - FIELDS.keys():
         raise ConfigError(f"config.json has per_layer_config with {given!r:.60}; supported: {', '.join(FIELDS)}")
     changes: dict[str, Any] = {ours: size(given, name) for name, ours in FIELDS.items() if name in given}

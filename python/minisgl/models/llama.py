@@ -12,7 +12,8 @@ import torch
 
 from minisgl.layers.linear import Embedding, LayerNorm, Linear, RMSNorm, Stream
 from minisgl.layers.rotary import cos_sin_table, query_scales
-from minisgl.models.attention import Attention
+from minisgl.models.attention import Attention, LatentAttention
+from minisgl.models.gated_delta import GatedDeltaNet
 from minisgl.models.gemma4 import BesideMLP, LayerInputs, LayerTail
 from minisgl.models.mlp import GatedMLP, PlainMLP, SparseMLP
 from minisgl.ops.deferred import finished
@@ -47,17 +48,24 @@ class DecoderLayer:
         index: int,
         cos_sin: Tensor,
         q_scale: Tensor | None,
-        source: Attention | None = None,
+        source: Attention | LatentAttention | None = None,
     ) -> None:
         c, name = config, f"model.layers.{index}"
+        assert not isinstance(source, LatentAttention), "layers with latents have their own"
         epsilons = c.norm_eps, c.rms_norm_eps, c.norm_eps, c.rms_norm_eps
         self.norms = [
             None if module is None else make_norm(builder, c, f"{name}.{module}", eps)
             for module, eps in zip(c.family.norms, epsilons, strict=True)
         ]
-        self.self_attn = Attention(builder, c, index, cos_sin, q_scale=q_scale, source=source)
+        self.self_attn: Attention | LatentAttention | GatedDeltaNet
+        if index in c.linear_layers:
+            self.self_attn = GatedDeltaNet(builder, c, index)
+        elif c.latent is not None:
+            self.self_attn = LatentAttention(builder, c, c.latent, index, cos_sin, q_scale)
+        else:
+            self.self_attn = Attention(builder, c, index, cos_sin, q_scale=q_scale, source=source)
         self.mlp = make_mlp(builder, c, index)
-        self._tail = LayerTail(builder, c, index) if c.family.has_layer_tail else None
+        self.tail = LayerTail(builder, c, index) if c.family.has_layer_tail else None
         self._is_parallel = c.family.is_parallel
         self._sum = builder.comm.sum
 
@@ -77,12 +85,12 @@ class DecoderLayer:
             out = self.mlp.sum_forward(stream, self.norms[2])
         else:
             out = self.mlp.forward(stream, self.norms[2])
-        if self._tail is None:
+        if self.tail is None:
             return self._sum_after_norm(out, self.norms[3])
         assert isinstance(self.norms[3], RMSNorm), "the end of a layer begins with a norm"
         x = finished(out.x) if isinstance(self.mlp, BesideMLP) else self._sum(finished(out.x))
         own = inputs if keep is None or inputs is None else inputs.index_select(0, keep)
-        return self._tail.forward(x, finished(out.residual), self.norms[3], own)
+        return self.tail.forward(x, finished(out.residual), self.norms[3], own)
 
     def _sum_after_norm(self, stream: Stream, norm: Norm | None) -> Stream:
         if norm is None:
@@ -163,7 +171,7 @@ class LlamaForCausalLM:
         if c.query_scaling is not None:
             scales = query_scales(*c.query_scaling, c.max_position_embeddings, builder.device)
         scale = c.embedding_scale
-        if c.family.scales_embedding:  # as Gemma was trained
+        if c.family.scales_embedding is True:  # as Gemma was trained
             scale = float(torch.tensor(scale, dtype=builder.dtype))
         name = f"model.{c.family.names.get('norm', 'norm')}"
         embedding = Embedding(builder, "model.embed_tokens", c.vocab_size, c.hidden_size, scale=scale)
@@ -172,6 +180,7 @@ class LlamaForCausalLM:
         for i, table in enumerate(rope_tables(builder, c)):
             kv_of = c.layers[i].kv_of
             source = None if kv_of is None else layers[kv_of].self_attn
+            assert not isinstance(source, GatedDeltaNet), "a recurrent layer has no keys to share"
             layers.append(DecoderLayer(builder, c, i, table, scales, source))
         norm = make_norm(builder, c, name, c.norm_eps, c.logit_scale)
         self.model = LlamaModel(embedding, layers, norm, inputs)
@@ -179,7 +188,7 @@ class LlamaForCausalLM:
         shard = builder.balanced_shard(config.vocab_size)  # the same as the embedding's
         self.lm_head = Linear(builder, {"lm_head": shard}, config.hidden_size, bias=c.family.head_bias, tied=tied)
         self.parameters, self.states = tuple(builder.parameters), tuple(builder.states)
-        self.mixers = tuple(builder.mixers)
+        self.mixers, self.recurrences = tuple(builder.mixers), builder.recurrences
 
     @property
     def num_parameters(self) -> int:

@@ -76,13 +76,15 @@ class SparseMLP:
         name = f"model.layers.{index}" + (f".{flags.module}" if flags.module else "")
         gate, up, down = flags.parts
         experts = [f"{name}.experts.{e}" for e in range(count)]
-        self.is_plain = flags.scoring == "softmax" and not flags.bias
+        self.is_plain = flags.scoring == "softmax" and not flags.bias and not flags.has_groups
         if self.is_plain:
             self.router = Linear(builder, {f"{name}.{flags.router}": count}, hidden_size, bias=flags.has_bias)
         else:
             self.scorer = builder.parameter({f"{name}.{flags.router}.weight": count}, hidden_size, dtype=torch.float32)
-            shape = (count,) if flags.bias_rows is None else (flags.bias_rows, count)
-            self.bias = builder.parameter({f"{name}.{flags.bias}": shape[0]}, *shape[1:], dtype=torch.float32)
+            self.bias = self.scorer.new_zeros(1)
+            if flags.bias:
+                shape = (count,) if flags.bias_rows is None else (flags.bias_rows, count)
+                self.bias = builder.parameter({f"{name}.{flags.bias}": shape[0]}, *shape[1:], dtype=torch.float32)
         self.shared, self.shared_gate = None, None
         if self.experts.shared_size:
             module = f"{flags.module}.{flags.shared}"
@@ -140,5 +142,6 @@ class SparseMLP:
             e.top_k,
             e.groups,
             e.top_groups,
+            e.flags.group_best,
         )
         return scores.log(), e.scale if e.normalise else e.scale * scores.sum(1, keepdim=True)

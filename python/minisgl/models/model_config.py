@@ -10,15 +10,17 @@ from minisgl.checkpoint import hf
 from minisgl.checkpoint.quantization import Quantization, read_quantization
 from minisgl.core.errors import ConfigError
 from minisgl.core.layout import FULL, WINDOW
-from minisgl.core.specs import GroupedQuery
+from minisgl.core.specs import GatedDelta, GroupedQuery, Latent
 from minisgl.layers.rope import NO_ROPE
 from minisgl.models.families import FAMILIES, SOFTCAPS, ExpertFlags, Family
-from minisgl.models.layer_sizes import LayerSizes, read_layers
+from minisgl.models.layer_sizes import LatentSizes, LayerSizes, read_latent, read_layers
 from minisgl.models.positions import (
     count,
     number,
     read_dense_layers,
+    read_latent_scale,
     read_layers_without_rope,
+    read_linear_layers,
     read_query_scaling,
     read_ropes,
     read_windows,
@@ -63,6 +65,17 @@ class ExpertsConfig:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class LinearConfig:
+    """The heads of layers with gated DeltaNet, and the `width` of their convolution."""
+
+    key_heads: int
+    value_heads: int
+    key_dim: int
+    value_dim: int
+    width: int
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class ModelConfig:
     """The configuration of a decoder. Sizes count elements; `dtype` is the checkpoint's ("bfloat16", ...).
 
@@ -74,7 +87,9 @@ class ModelConfig:
     `logit_softcap`, or none if it is 0. `query_scaling` is (beta, original length) of `layers/rotary.py: query_scales`.
     Each layer of Gemma 4 may have an embedding of `layer_input_size` of its own, for `layer_input_vocab` tokens; 0:
     none. `output_gate` is that of attention: for each "head" or "element"; "" for none. Of `num_next_tokens` layers
-    that predict the token after the next, a drafter uses the first.
+    that predict the token after the next, a drafter uses the first. `linear_layers` have a recurrent state (`linear`)
+    instead of attention, in float32 unless `has_narrow_state`. What the last `recent` tokens add is apart.
+    With `latent`, attention reads latents, and the heads of `layers` are only the parts that rotate.
     """
 
     architecture: str
@@ -105,11 +120,16 @@ class ModelConfig:
     layer_input_vocab: int
     experts: ExpertsConfig | None
     dtype: str
+    latent: LatentSizes | None = None
     quantization: Quantization | None = None
     is_text_part: bool = False  # of a multimodal model, whose other parts are not loaded
     is_interleaved: bool = False  # RoPE rotates adjacent elements of a head as they are stored
     is_rounded: bool = False  # the file has fewer than 16 bits for a weight, in a format that no device keeps
     num_next_tokens: int = 0
+    linear: LinearConfig | None = None
+    linear_layers: frozenset[int] = frozenset()
+    recent: int = 20
+    has_narrow_state: bool = False
     gives_back: bool = False  # pages before the windows, if no layer needs them
     is_fallback: bool = False  # transformers computes the model
 
@@ -143,11 +163,26 @@ class ModelConfig:
         ropes = (self.rope if window is None else self.window_rope for window in self.windows)
         return [NO_ROPE if i in self.layers_without_rope else rope for i, rope in enumerate(ropes)]
 
-    def mixer(self, layer: int, info: DistributedInfo) -> GroupedQuery:
-        """Return how a layer attends on one rank. Raises `ConfigError` if ranks cannot divide its heads."""
+    def mixer(self, layer: int, info: DistributedInfo) -> GroupedQuery | Latent | GatedDelta:
+        """Return how a layer mixes tokens on one rank. Raises `ConfigError` if ranks cannot divide its heads."""
         sizes = self.layers[layer]
+        if self.linear is not None and layer in self.linear_layers:
+            linear = self.linear
+            return GatedDelta(
+                key_heads=len(info.shard(linear.key_heads, "key heads of linear attention")),
+                value_heads=len(info.shard(linear.value_heads, "value heads of linear attention")),
+                key_dim=linear.key_dim,
+                value_dim=linear.value_dim,
+                width=linear.width,
+                recent=self.recent,
+                is_narrow=self.has_narrow_state,
+            )
+        heads = len(info.shard(sizes.heads, "attention heads"))
+        if self.latent is not None:
+            assert self.attention_scale is not None, "the scale of latents is read with them"
+            return Latent(heads, *self.latent[1:], self.attention_scale)
         return GroupedQuery(
-            heads=len(info.shard(sizes.heads, "attention heads")),
+            heads=heads,
             kv_heads=len(info.shard_or_replicate(sizes.kv_heads, "KV heads")),
             head_dim=sizes.head_dim,
             scale=sizes.head_dim**-0.5 if self.attention_scale is None else self.attention_scale,
@@ -168,7 +203,8 @@ class ModelConfig:
 
         It attends to all tokens, as the last layer that does, and has experts if the last layer has.
         """
-        like = max((i for i, window in enumerate(self.windows) if window is None), default=self.num_layers - 1)
+        full = (i for i, window in enumerate(self.windows) if window is None and i not in self.linear_layers)
+        like = max(full, default=self.num_layers - 1)
         experts = self.experts
         if experts is not None:
             is_dense = self.num_layers - 1 in experts.dense_layers
@@ -179,6 +215,8 @@ class ModelConfig:
             windows=(None,),
             layers_without_rope=frozenset({0} if like in self.layers_without_rope else ()),
             experts=experts,
+            linear=None,
+            linear_layers=frozenset(),
         )
 
     @property
@@ -192,6 +230,10 @@ class ModelConfig:
         e = self.experts
         routers = 0 if e is None else (self.num_layers - len(e.dense_layers)) * e.count
         inputs = self.num_layers * self.layer_input_size * (self.layer_input_vocab + 3 * self.hidden_size)
+        if self.linear is not None:
+            routers += 2 * self.linear.value_heads * len(self.linear_layers)
+        if self.latent is not None:
+            inputs += sum(self.latent.num_weights(layer.heads, self.hidden_size)[1] for layer in self.layers)
         return (routers + (1 if self.tie_word_embeddings else 2) * self.vocab_size) * self.hidden_size + inputs
 
     @property
@@ -204,16 +246,23 @@ class ModelConfig:
     @property
     def num_projections(self) -> int:
         """The number of weights of attention's projections and of dense MLPs."""
-        e, features = self.experts, 0
+        e, features, latent = self.experts, 0, 0
         for i, layer in enumerate(self.layers):
-            gate = {"": 0, "head": 1, "element": layer.head_dim}[self.output_gate]
-            features += layer.heads * (2 * layer.head_dim + gate)
-            features += (0 if layer.kv_of is not None else 2 - layer.is_v_k) * layer.kv_heads * layer.head_dim
             if e is None or i in e.dense_layers or e.flags.is_beside:
                 features += (2 + self.family.is_gated) * layer.intermediate
             if e is not None and i not in e.dense_layers:
                 features += 3 * e.shared_size
-        return features * self.hidden_size
+            if self.linear is not None and i in self.linear_layers:
+                features += 2 * self.linear.key_heads * self.linear.key_dim
+                features += 3 * self.linear.value_heads * self.linear.value_dim
+                continue
+            gate = {"": 0, "head": 1, "element": layer.head_dim}[self.output_gate]
+            if self.latent is not None:
+                latent += self.latent.num_weights(layer.heads, self.hidden_size)[0]
+                continue
+            features += layer.heads * (2 * layer.head_dim + gate)
+            features += (0 if layer.kv_of is not None else 2 - layer.is_v_k) * layer.kv_heads * layer.head_dim
+        return features * self.hidden_size + latent
 
     @property
     def is_large_bfloat16(self) -> bool:
@@ -227,9 +276,13 @@ class ModelConfig:
         family = FAMILIES[architecture]
         is_text_part = config["architectures"] != [architecture]
         config = {**DEFAULTS, **family.defaults, **(family.text_defaults if is_text_part else {}), **config}
+        latent = None
+        if family.has_latents:
+            latent, config = read_latent(config)
         _refuse_unsupported(config, family)
         hidden_size = size(config, "hidden_size")
         num_layers = size(config, "num_hidden_layers", maximum=MAX_LAYERS)
+        linear_layers = read_linear_layers(config, num_layers) if family.has_linear else frozenset()
         windows = read_windows(config, num_layers, family.slides, family.has_window_switch)
         layers = read_layers(config, windows)
         head_dim = layers[0].head_dim
@@ -245,7 +298,9 @@ class ModelConfig:
         # A residual multiplier m leaves the result as it is if the embedding is divided by m instead, and so the whole
         # residual, provided that the norms that read it have their epsilon divided by m^2.
         residual, eps = options.get("residual_multiplier", 1.0), number(config, family.eps_key)
-        embedding = options.get("embedding_multiplier", hidden_size**0.5 if family.scales_embedding else 1.0)
+        embedding = options.get(
+            "embedding_multiplier", hidden_size**0.5 if _flag(config, family.scales_embedding) else 1.0
+        )
         logit_scale = 1.0
         if family.logit_scale is not None:
             field, exponent = family.logit_scale
@@ -255,6 +310,8 @@ class ModelConfig:
             scale = None
         if "query_pre_attn_scalar" in config:
             scale = number(config, "query_pre_attn_scalar") ** -0.5
+        if latent is not None:
+            scale = latent.qk_dim**-0.5 * read_latent_scale(config)
         return cls(
             architecture=architecture,
             vocab_size=size(config, "vocab_size"),
@@ -283,11 +340,14 @@ class ModelConfig:
             layer_input_size=count(config, "hidden_size_per_layer_input") if family.has_layer_tail else 0,
             layer_input_vocab=size(config, "vocab_size_per_layer_input") if family.has_layer_tail else 0,
             experts=_experts(config, num_layers, family.experts),
+            linear=_linear(config) if linear_layers else None,
+            linear_layers=linear_layers,
             quantization=read_quantization(config),
             is_text_part=is_text_part,
             num_next_tokens=0 if family.next_tokens is None else count(config, family.next_tokens.count_key),
             is_interleaved=_flag(config, "rope_interleave" if "rope_interleave" in config else family.is_interleaved),
             is_rounded=_flag(config, "is_rounded"),
+            latent=latent,
             dtype=str(config.get("dtype") or config.get("torch_dtype") or "float32").removeprefix("torch."),
         )
 
@@ -334,8 +394,10 @@ def _flag(config: dict[str, Any], value: bool | str) -> bool:
 
 
 def _output_gate(config: dict[str, Any], family: Family) -> str:
-    if not family.has_output_gate:
+    if not family.output_gate:
         return ""
+    if family.has_gates_in_q:
+        return "element"
     kinds = {True: "head", "per-head": "head", "per-element": "element"}
     gating = config.get("gating", True)
     if not isinstance(gating, bool | str) or gating not in kinds:
@@ -371,6 +433,15 @@ def _activation(config: dict[str, Any], family: Family) -> str:
     return names[activation]
 
 
+def _linear(config: dict[str, Any]) -> LinearConfig:
+    names = {"key_heads": "num_key_heads", "value_heads": "num_value_heads", "width": "conv_kernel_dim"}
+    names |= {"key_dim": "key_head_dim", "value_dim": "value_head_dim"}
+    linear = LinearConfig(**{ours: size(config, f"linear_{name}") for ours, name in names.items()})
+    if linear.value_heads % linear.key_heads or linear.width < 2:
+        raise ConfigError(f"linear attention with {linear} is not supported")
+    return linear
+
+
 def _experts(config: dict[str, Any], num_layers: int, flags: ExpertFlags | None) -> ExpertsConfig | None:
     """Read the mixture of experts, if there is one."""
     if flags is None or not _flag(config, flags.switch):
@@ -382,7 +453,8 @@ def _experts(config: dict[str, Any], num_layers: int, flags: ExpertFlags | None)
     top_k = size(config, flags.top_k_key)
     if top_k > count:
         raise ConfigError(f"{flags.top_k_key} {top_k} is more than the {count} experts")
-    groups, top_groups = (size(config, key, 1) if flags.has_groups else 1 for key in ("n_group", "topk_group"))
+    has_groups = flags.has_groups and config.get("topk_method") != "greedy"
+    groups, top_groups = (size(config, key, 1) if has_groups else 1 for key in ("n_group", "topk_group"))
     if count % groups or top_groups > groups or top_k > count // groups * top_groups:
         raise ConfigError(f"{count} experts in {groups} groups, {top_k} of {top_groups} groups, do not divide")
     shared = [config.get(key) for key in flags.shared_keys]

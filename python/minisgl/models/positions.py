@@ -11,7 +11,7 @@ from typing import Any, Final
 from minisgl.core.errors import ConfigError
 from minisgl.layers.rope import ROPE_TYPES, RopeConfig
 
-FULL, SLIDING = "full_attention", "sliding_attention"
+FULL, SLIDING, LINEAR = "full_attention", "sliding_attention", "linear_attention"
 
 
 def _is_last(config: dict[str, Any], i: int) -> bool:
@@ -31,6 +31,7 @@ SLIDES: Final[Mapping[str, Callable[[dict[str, Any], int], bool]]] = MappingProx
         "even, not last": lambda config, i: i % 2 == 0 and not _is_last(config, i),
         "not last of 6 nor of all": lambda config, i: (i + 1) % 6 != 0 and i + 1 != size(config, "num_hidden_layers"),
         "not first of 4": lambda config, i: i % 4 != 0,
+        "not every n-th": lambda config, i: (i + 1) % size(config, "global_attn_every_n_layers") != 0,
         "pattern": lambda config, i: (i + 1) % size(config, "sliding_window_pattern") != 0,  # all but every n-th layer
     }
 )
@@ -65,6 +66,19 @@ def read_windows(
         raise ConfigError("layer_types in config.json contradicts the other fields about sliding windows")
     window = size(config, "sliding_window") if any(has_window) else None
     return tuple(window if is_local else None for is_local in has_window)
+
+
+def read_linear_layers(config: dict[str, Any], num_layers: int) -> frozenset[int]:
+    """Return the indices of layers with a recurrence, and call them full ones in `layer_types` from then on."""
+    kinds = config.get("layer_types")
+    if kinds is None:
+        interval = size(config, "full_attention_interval")
+        return frozenset(i for i in range(num_layers) if (i + 1) % interval)
+    if not isinstance(kinds, list) or len(kinds) != num_layers or not {*map(str, kinds)} <= {FULL, LINEAR}:
+        names = f"{num_layers} of {FULL} and {LINEAR} are needed"
+        raise ConfigError(f"config.json has layer_types={kinds!r:.60}; {names}")
+    config["layer_types"] = [FULL] * num_layers
+    return frozenset(i for i, kind in enumerate(kinds) if kind == LINEAR)
 
 
 def _every_step_but(config: dict[str, Any], i: int) -> bool:
@@ -102,6 +116,7 @@ DENSE: Final[Mapping[str, Callable[[dict[str, Any], int], bool]]] = MappingProxy
     {
         "step": _every_step_but,
         "first": lambda config, i: i < count(config, "first_k_dense_replace"),
+        "first n": lambda config, i: i < count(config, "num_dense_layers"),
         "listed": _listed_as_dense,
         "interval": _outside_of_interval,
     }
@@ -148,6 +163,20 @@ def read_query_scaling(config: dict[str, Any]) -> tuple[float, int] | None:
     if scaling.get("llama_4_scaling_beta") is None:
         return None
     return number(scaling, "llama_4_scaling_beta"), size(scaling, "original_max_position_embeddings")
+
+
+def read_latent_scale(config: dict[str, Any]) -> float:
+    """Return the factor of scores of latents: with yarn's `mscale_all_dim` m, (0.1 m ln(factor) + 1)^2."""
+    scaling = config.get("rope_parameters") or config.get("rope_scaling") or {}
+    is_scaled = isinstance(scaling, dict) and scaling.get("rope_type", scaling.get("type", "default")) != "default"
+    if not is_scaled or not scaling.get("mscale_all_dim"):
+        return 1.0
+    return _mscale(number(scaling, "factor"), number(scaling, "mscale_all_dim")) ** 2
+
+
+def _mscale(factor: float, scale: float = 1.0) -> float:
+    """Return yarn's 0.1 m ln(factor) + 1 (arXiv:2309.00071, equation 22)."""
+    return 0.1 * scale * math.log(factor) + 1.0 if factor > 1 else 1.0
 
 
 def read_ropes(config: dict[str, Any], head_dims: tuple[int, int]) -> tuple[RopeConfig, RopeConfig]:
@@ -225,7 +254,7 @@ def _scaled_rope(
 
 
 def _yarn(scaling: dict[str, Any], theta: float, original: int, max_positions: int) -> RopeConfig:
-    """Read YaRN. Its attention factor is 0.1 ln(factor) + 1 (arXiv:2309.00071, equation 22), or a ratio of two."""
+    """Read YaRN. Its attention factor is `_mscale`, or a ratio of two."""
     # transformers treats null as absent, and also 0 where a default exists.
     given = {key: value for key, value in scaling.items() if value or (value is not None and key.endswith("factor"))}
     if theta <= 1:
@@ -234,13 +263,9 @@ def _yarn(scaling: dict[str, Any], theta: float, original: int, max_positions: i
     fast, slow = number(given, "beta_fast", 32.0), number(given, "beta_slow", 1.0)
     if fast < slow:
         raise ConfigError(f"rope's beta_fast {fast} must not be below its beta_slow {slow}")
-
-    def attention_factor(scale: float) -> float:
-        return 0.1 * scale * math.log(factor) + 1.0 if factor > 1 else 1.0
-
-    default = attention_factor(1.0)
+    default = _mscale(factor)
     if "mscale" in given and "mscale_all_dim" in given:
-        default = attention_factor(number(given, "mscale")) / attention_factor(number(given, "mscale_all_dim"))
+        default = _mscale(factor, number(given, "mscale")) / _mscale(factor, number(given, "mscale_all_dim"))
     return RopeConfig(
         theta=theta,
         type="yarn",

@@ -91,7 +91,9 @@ TEXT_PART: Final = re.compile(r"(model|lm_head)\.")  # tensors of a multimodal m
 NEXT_TOKENS: Final = re.compile(r"(model\.layers\.\d+\.)eh_proj\.")  # a layer that predicts tokens after the next
 
 # The projections of a decoder's layers. Routers of experts are not quantized: small errors would change their choices.
-PROJECTION: Final = re.compile(r"\.layers\.\d+\.(.*\.)?(\w+_proj|w[123]|dense|fc[12]|c_fc)\.weight$")
+PROJECTION: Final = re.compile(
+    r"\.layers\.\d+\.(.*\.)?(\w+_proj(_with_mqa)?|in_proj_(qkvz?|z)|w[123]|dense|fc[12]|c_fc)\.weight$"
+)
 EXPERT: Final = re.compile(r"\.experts\.\d+\.\w+\.weight$")
 # The format of an untied head with any `--quantization`, as on a CPU: the head is the largest matrix.
 HEAD_FORMAT: Final = Format(8, 0, is_integer=True)

@@ -32,27 +32,36 @@ LAYER_WEIGHTS: Final[_Fields] = (
     ("Packed", "qkv o"),
     ("Packed", "up down shared_up shared_down"),  # of the MLP or all experts, and beside experts; up has the gate above
     ("Packed", "router"),  # in float32, or null; row `experts`: shared gate
-    ("const float*", "rank_bias"),  # [experts] for the choice only, or null
+    ("Packed", "gate"),  # of attention's output: [heads or heads * dim, hidden], or null
+    ("Packed", "input_gate input_projection"),  # of the layer's own inputs, or null
+    ("const float*", "rank_bias expert_scales"),  # [experts] for the choice only, and for weights, or null
     ("const float*", "input_norm attention_norm mlp_norm output_norm"),  # before and after both blocks, or null
-    ("const float*", "q_norm k_norm"),  # or null
+    ("const float*", "router_norm dense_norm experts_norm mixed_norm"),  # of experts that are beside `shared`, or null
+    ("const float*", "projection_norm"),  # after input_projection, or null
+    ("const float*", "q_norm k_norm v_norm"),  # or null
     ("const float*", "cos_sin"),  # [positions, dim]
-    ("int64_t", "window"),  # 0 = none
+    ("int64_t", "heads kv_heads dim window"),  # window: 0 = none
     ("const int32_t*", "page_table"),  # [table_rows, table_width], of the layer's group
     ("int64_t", "cache_stride"),  # bytes from page to page, of both:
     ("void*", "cache"),  # [pages, 2, kv_heads, page, dim]
     ("float*", "cache_scale"),  # [pages, 2, kv_heads, page] of a cache in E4M3, or null
     ("const float*", "sinks q_scale"),  # [heads] and [positions], or null
-    ("double", "softcap"),  # 0 = none
+    ("double", "scale softcap output_scale"),  # of scores, and of the layer's output; softcap: 0 = none
 )
 MODEL_SPEC: Final[_Fields] = (
-    ("int64_t", "is_bf16 layers hidden vocab heads kv_heads dim page threads is_tied"),
-    ("int64_t", "is_parallel is_layer_norm norms_all_heads activation expert_activation"),
+    ("int64_t", "is_bf16 layers hidden vocab page threads is_tied"),
+    ("int64_t", "is_parallel is_layer_norm norms_all_heads activation expert_activation gate_activation"),
     ("int64_t", "experts top_k groups top_groups is_sigmoid normalises"),
-    ("double", "eps block_eps scale embedding_scale expert_scale logit_cap"),  # block_eps: after blocks, of q and of k
+    ("double", "eps block_eps embedding_scale expert_scale router_cap logit_cap"),  # block_eps: of all other norms
     ("const LayerWeights*", "weights"),  # [layers]
     ("const void*", "embedding"),  # [vocab, hidden]; if it is tied, only the packed head is read
     ("Packed", "head"),
     ("const float*", "final_norm"),
+    ("int64_t", "input_size"),  # of each layer's own inputs; 0: there are none, nor the fields of this kind
+    ("const void*", "input_embedding"),  # [ids, layers * input_size]
+    ("Packed", "input_projection"),
+    ("const float*", "input_norm"),  # [input_size]
+    ("double", "input_scale input_eps"),
     ("int32_t*", "page_tables"),  # [groups, table_rows, table_width]
     ("int64_t", "table_rows table_width"),
     ("int32_t*", "last_token"),  # this and the following are [rows]
@@ -67,7 +76,7 @@ MODEL_SPEC: Final[_Fields] = (
     ("const int64_t*", "draft_ids taps"),  # [head's rows] token ids, or null; [num_taps] layers of the target
     ("int64_t", "num_taps"),
 )
-ACTIVATIONS: Final = ("silu", "gelu_tanh", "gelu", "relu2", "clamped")
+ACTIVATIONS: Final = ("silu", "gelu_tanh", "gelu", "relu2", "clamped", "sigmoid", "softplus")
 STEP_PLAN: Final[_Fields] = (  # the arrays of a `core.BatchPlan`
     ("const Slot*", "slots"),
     ("const int32_t*", "tokens"),

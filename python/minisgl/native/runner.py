@@ -16,11 +16,13 @@ from minisgl.core.errors import ConfigError, NativeError
 from minisgl.core.layout import NO_MASKS, NO_PAGE_WRITES, NO_ROW_STATES, SLOT, Flag
 from minisgl.core.plan import BatchPlan, StepResult
 from minisgl.core.rounding import round_up
+from minisgl.core.specs import GroupedQuery
 from minisgl.engine.batch import make_sampling
 from minisgl.engine.draft_model import SAMPLED_ALIKE, DraftModel, HeadModel, draft_spec, drafted_rows
 from minisgl.engine.pooling import base_runner
 from minisgl.engine.runner import ForwardOutput
 from minisgl.layers.linear import LayerNorm
+from minisgl.models.gemma4 import BesideMLP
 from minisgl.models.mlp import GatedMLP, PlainMLP, SparseMLP
 from minisgl.native.abi import ACTIVATIONS, LayerWeights, ModelSpec, Packed, StepPlan
 from minisgl.native.library import NativeLibrary, load_native
@@ -42,6 +44,7 @@ if TYPE_CHECKING:
     from minisgl.layers.builder import Parameter
     from minisgl.layers.linear import Linear, Norm
     from minisgl.models.attention import Attention
+    from minisgl.models.gemma4 import LayerTail
     from minisgl.models.llama import DecoderLayer
     from minisgl.models.model_config import ModelConfig
 
@@ -55,14 +58,12 @@ PLAIN: Final = Flag.SAMPLES | Flag.FROM_DEVICE | Flag.DRAFTS | Flag.MASKED  # th
 def refusal(spec: EngineSpec) -> str | None:
     """Return why the C++ step cannot run a model with these settings; None if it can."""
     m = spec.model
-    if m.is_fallback:
-        return "transformers computes the model"
+    if (reason := layers_refusal(m)) is not None:
+        return f"{m.architecture} has {reason}"
     if spec.info.size > 1:
         return "the model is sharded over several ranks"
     if spec.attention_backend != "auto":
         return f"the attention backend {spec.attention_backend} was given"
-    if (reason := layers_refusal(m)) is not None:
-        return f"{m.architecture} has {reason}"
     if spec.dtype not in DTYPES:
         return f"dtype {spec.dtype} is not supported"
     if spec.pooling is not None:
@@ -71,17 +72,18 @@ def refusal(spec: EngineSpec) -> str | None:
         return f"the KV cache is FP8 with pages of fewer than {LANES} tokens"
     if spec.draft is not None and (reason := refusal(draft_spec(spec))) is not None:
         return f"the drafter's {reason}"
-    sizes = {"head_dim": (m.head_dim, LANES)}
     step = INT8.group if spec.quantization else LANES
     has_head = spec.draft is not None and spec.draft.kind != "draft"  # which reads hidden states in 8 bits
-    sizes |= {"hidden_size": (m.hidden_size, INT8.group if has_head else step)}
-    sizes |= {"heads * head_dim": (m.num_heads * m.head_dim, step)}
+    sizes = [("hidden_size", m.hidden_size, INT8.group if has_head else step)]
+    sizes.append(("hidden_size_per_layer_input", m.layer_input_size, LANES))
     e = m.experts
-    if e is None or e.dense_layers:
-        sizes |= {"intermediate_size": (m.intermediate_size, step)}
     if e is not None:
-        sizes |= {e.flags.size_key: (e.intermediate_size, step), "size of shared experts": (e.shared_size, step)}
-    for name, (size, divisor) in sizes.items():
+        sizes += [(e.flags.size_key, e.intermediate_size, step), ("size of shared experts", e.shared_size, step)]
+    for i, layer in enumerate(m.layers):
+        sizes += [("head_dim", layer.head_dim, LANES), ("heads * head_dim", layer.heads * layer.head_dim, step)]
+        if e is None or i in e.dense_layers or e.flags.is_beside:
+            sizes.append(("intermediate_size", layer.intermediate, step))
+    for name, size, divisor in sizes:
         if size % divisor:
             return f"{name} {size} is not a multiple of {divisor}"
     return None
@@ -90,12 +92,9 @@ def refusal(spec: EngineSpec) -> str | None:
 def layers_refusal(m: ModelConfig) -> str | None:
     """Return what the C++ step does not have of a model's layers; None if it has all."""
     missing = {
-        "norms of v": m.family.norms_v,
-        "layers that end as those of Gemma 4": m.family.has_layer_tail,
-        "gates of attention's output": m.output_gate != "",
-        "layers with different heads": len({(x.heads, x.kv_heads, x.head_dim) for x in m.layers}) > 1,
-        "experts beside the MLP": m.experts is not None and m.experts.flags.is_beside,
-        "a limit of the router's logits": m.experts is not None and m.experts.softcap > 0,
+        "modelling code of transformers": m.is_fallback,
+        "recurrent layers": bool(m.linear_layers),
+        "latents instead of keys and values": m.latent is not None,
     }
     return next((name for name, is_missing in missing.items() if is_missing), None)
 
@@ -150,16 +149,22 @@ class NativeModel:
         fields |= {"is_tied": head.weight is embedding.weight, "embedding": embedding.weight.data_ptr()}
         fields |= {"embedding_scale": embedding.scale}
         result = self._spec(parts, spec, layers, head, decoder.norm, fields)
+        if (inputs := decoder.inputs) is not None:
+            result.input_size, result.input_norm = spec.model.layer_input_size, self._norm(inputs.norm)
+            result.input_embedding, result.input_scale = inputs.embedding.weight.data_ptr(), inputs.embedding.scale
+            result.input_eps = inputs.norm.eps
+            self._linear(result.input_projection, inputs.projection)
         return result, [head.weight] if spec.quantization else []
 
     def _layers(self, layers: Sequence[DecoderLayer], parameters: tuple[Parameter, ...]) -> list[Any]:
-        """Return (attention, MLP, four norms) of each layer."""
+        """Return (attention, MLP, four norms, what follows them) of each layer."""
         whole = {_data(p.tensor).data_ptr(): p.tensor for p in parameters}
         for layer in layers:
-            if isinstance(layer.mlp, SparseMLP):  # views would keep the memory of weights that have been packed
-                gate_up, down = (whole[_data(w).data_ptr()] for w in layer.mlp.weights[:2])
-                layer.mlp.weights = layer.mlp.weights._replace(gate_up=gate_up, down=down)
-        return [(x.self_attn, x.mlp, x.norms) for x in layers]
+            mlp = layer.mlp.experts if isinstance(layer.mlp, BesideMLP) else layer.mlp
+            if isinstance(mlp, SparseMLP):  # views would keep the memory of weights that have been packed
+                gate_up, down = (whole[_data(w).data_ptr()] for w in mlp.weights[:2])
+                mlp.weights = mlp.weights._replace(gate_up=gate_up, down=down)
+        return [(x.self_attn, x.mlp, x.norms, x.tail) for x in layers]
 
     def _next_tokens(self, model: HeadModel, fields: dict[str, Any]) -> tuple[ModelSpec, list[Any]]:
         """Leave the head to the library, which has packed the target's."""
@@ -175,7 +180,7 @@ class NativeModel:
         self._kept.append(head.draft_ids)
         fields["draft_ids"] = head.draft_ids.data_ptr()
         fields["hidden_norm"] = self._norm(head.hidden_norm)
-        layer = head.attention, head.mlp, (head.embedding_norm, None, head.mlp_norm, None)
+        layer = head.attention, head.mlp, (head.embedding_norm, None, head.mlp_norm, None), None
         result = self._spec(eagle.parts, eagle.spec, [layer], head.lm_head, head.norm, fields)
         self._linear(result.fc, head.fc)
         weights: list[Any] = [weight for _, weight in self._matrices]
@@ -193,12 +198,19 @@ class NativeModel:
         packed.bits = weight.format.bits if isinstance(weight, Quantized) else 0
         self._matrices.append((packed, weight))
 
-    def _mlp(self, layer: LayerWeights, mlp: SparseMLP | GatedMLP | PlainMLP) -> None:
+    def _mlp(self, layer: LayerWeights, mlp: BesideMLP | SparseMLP | GatedMLP | PlainMLP) -> None:
         """Fill the fields of a layer's MLP, or of its experts."""
-        if isinstance(mlp, SparseMLP):
+        if isinstance(mlp, BesideMLP):
+            self._mlp(layer, mlp.experts)
+            self._linear(layer.shared_up, mlp.mlp.gate_up_proj)
+            self._linear(layer.shared_down, mlp.mlp.down_proj)
+            layer.router_norm = self._float(mlp.router_norm)
+            layer.dense_norm, layer.experts_norm, layer.mixed_norm = map(self._norm, mlp.norms)
+        elif isinstance(mlp, SparseMLP):
             self._matrix(layer.up, mlp.weights.gate_up, mlp.experts.count)
             self._matrix(layer.down, mlp.weights.down, mlp.experts.count)
             layer.up.bias, layer.down.bias = map(self._float, (mlp.weights.gate_up_bias, mlp.weights.down_bias))
+            layer.expert_scales = self._float(mlp.weights.scale)
             self._router(layer, mlp)
             if mlp.shared is not None:
                 self._linear(layer.shared_up, mlp.shared.gate_up_proj)
@@ -240,6 +252,14 @@ class NativeModel:
         address: int = self._kept[-1].data_ptr()
         return address
 
+    def _tail(self, layer: LayerWeights, tail: LayerTail | None) -> None:
+        """Fill the fields of what follows a layer's MLP."""
+        layer.output_scale = 1.0 if tail is None else float(tail.scalar)
+        if tail is not None and tail.norm is not None:
+            self._linear(layer.input_gate, tail.gate)
+            self._linear(layer.input_projection, tail.projection)
+            layer.projection_norm = self._norm(tail.norm)
+
     def _heads_norms(self, attention: Attention) -> tuple[int | None, int | None]:
         """Return the addresses of the weights for q and for k."""
         if attention.heads_norm is None:
@@ -250,20 +270,30 @@ class NativeModel:
     def _spec(
         self, parts: Parts, spec: EngineSpec, layers: list[Any], head: Linear | None, norm: Norm, fields: dict[str, Any]
     ) -> ModelSpec:
-        """Return the model's `ModelSpec` without addresses of matrices. Each layer is (attention, MLP, four norms)."""
+        """Return the model's `ModelSpec` without addresses of matrices.
+
+        Each layer is (attention, MLP, four norms, what follows them).
+        """
         m, state, e = spec.model, parts.state, spec.model.experts
         weights = (LayerWeights * len(layers))()
         self._kept.append(weights)
-        kinds = [m.mixer(index, spec.info) for index in range(len(layers))]
-        for layer, (attention, mlp, norms), kind in zip(weights, layers, kinds, strict=True):
+        mixers = (m.mixer(index, spec.info) for index in range(len(layers)))
+        kinds = [kind for kind in mixers if isinstance(kind, GroupedQuery)]
+        for layer, (attention, mlp, norms, tail), kind in zip(weights, layers, kinds, strict=True):
             self._linear(layer.qkv, attention.qkv_proj)
             self._linear(layer.o, attention.o_proj)
+            if attention.gate is not None:
+                self._linear(layer.gate, attention.gate)
             self._mlp(layer, mlp)
+            self._tail(layer, tail)
             layer.input_norm, layer.attention_norm, layer.mlp_norm, layer.output_norm = map(self._norm, norms)
             layer.q_norm, layer.k_norm = self._heads_norms(attention)
+            if attention.heads.norms_v:
+                layer.v_norm = self._float(torch.ones(kind.head_dim))
             layer.cos_sin = attention.heads.cos_sin.data_ptr()
             layer.sinks, layer.q_scale = self._float(attention.heads.sinks), self._float(attention.heads.q_scale)
-            layer.window, layer.softcap = kind.window or 0, kind.softcap
+            layer.heads, layer.kv_heads, layer.dim = kind.heads, kind.kv_heads, kind.head_dim
+            layer.window, layer.scale, layer.softcap = kind.window or 0, kind.scale, kind.softcap
             layer.page_table = state.page_tables[attention.kv.spec.group].data_ptr()
             data, scale = data_and_scale(attention.kv.pages)
             layer.cache, layer.cache_scale = data.data_ptr(), None if scale is data else scale.data_ptr()
@@ -273,9 +303,6 @@ class NativeModel:
             "layers": m.num_layers,
             "hidden": m.hidden_size,
             "vocab": self._vocab_size,
-            "heads": m.num_heads,
-            "kv_heads": m.num_kv_heads,
-            "dim": m.head_dim,
             "page": spec.page_size,
             "is_parallel": m.family.is_parallel,
             "is_layer_norm": m.family.norm == "layer",
@@ -284,7 +311,6 @@ class NativeModel:
             "eps": m.norm_eps,
             "block_eps": m.rms_norm_eps,
             "logit_cap": m.logit_softcap,
-            "scale": kinds[0].scale,
             "weights": addressof(weights),
             "final_norm": self._norm(norm),
             "last_token": state.last_token.data_ptr(),
@@ -293,10 +319,13 @@ class NativeModel:
             "table_rows": state.page_tables.shape[1],
             "table_width": state.page_tables.shape[2],
         }
+        if m.output_gate:
+            sizes["gate_activation"] = ACTIVATIONS.index(m.family.output_gate)
         if e is not None:
             sizes |= {"experts": e.count, "top_k": e.top_k, "groups": e.groups, "top_groups": e.top_groups}
             sizes |= {"expert_activation": ACTIVATIONS.index(e.flags.gate)}
             sizes |= {"is_sigmoid": e.flags.scoring == "sigmoid", "normalises": e.normalise, "expert_scale": e.scale}
+            sizes["router_cap"] = e.softcap
         result = ModelSpec(**(sizes | fields))
         if head is not None:
             self._linear(result.head, head)

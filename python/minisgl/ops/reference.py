@@ -66,6 +66,10 @@ ACTIVATIONS: Final[Mapping[str, Callable[[Tensor], Tensor]]] = {
 """The activations of MLPs without a gate."""
 
 
+OUTPUT_GATES: Final[Mapping[str, Callable[[Tensor], Tensor]]] = {"sigmoid": torch.sigmoid, "softplus": F.softplus}
+"""What is done to a projection before it multiplies attention's output."""
+
+
 CLAMPED: Final = "clamped"
 LIMIT: Final = 7.0
 ALPHA: Final = 1.702
@@ -168,18 +172,25 @@ def moe(x: Tensor, router_logits: Tensor, experts: Experts, *, linear: Callable[
 
 
 def chosen_scores(
-    logits: Tensor, bias: Tensor, scoring: str, top_k: int, groups: int = 1, top_groups: int = 1
+    logits: Tensor,
+    bias: Tensor,
+    scoring: str,
+    top_k: int,
+    groups: int = 1,
+    top_groups: int = 1,
+    group_best: int = 2,
 ) -> Tensor:
     """Return the scores of each token's `top_k` experts, and 0 for others, float32 [T, E] (arXiv:2412.19437).
 
     logits [T, E] are float32. Scores are their "softmax" or "sigmoid" (`scoring`). With `bias` [E] added, the highest
-    are chosen, in the `top_groups` of `groups` equal groups of experts whose two best scores have the highest sums.
+    are chosen, in the `top_groups` of `groups` equal groups of experts whose `group_best` best scores have the highest
+    sums.
     """
     scores = logits.sigmoid() if scoring == "sigmoid" else logits.softmax(-1)
     ranks = scores + bias
     if groups > 1:
         grouped = ranks.view(-1, groups, ranks.shape[1] // groups)
-        best = grouped.topk(min(2, grouped.shape[2])).values.sum(-1)
+        best = grouped.topk(min(group_best, grouped.shape[2])).values.sum(-1)
         others = best.topk(groups - top_groups, largest=False).indices
         ranks = grouped.scatter(1, others.unsqueeze(2).expand(-1, -1, grouped.shape[2]), float("-inf")).flatten(1)
     chosen = ranks.topk(top_k).indices
@@ -251,6 +262,69 @@ def norm_rope_store(qkv: Tensor, heads: HeadTransform, positions: Tensor, pages:
     if not heads.reads:
         store_kv(k, v, pages, out_loc)
     return q if heads.q_scale is None else (q * heads.q_scale[positions.long(), None, None]).to(q.dtype)
+
+
+@dataclass(frozen=True, slots=True)
+class LatentTransform:
+    """What a layer has for latents (multi-head latent attention, arXiv:2405.04434): `C` is their rank, `R` rotates.
+
+    `norm_weight` [C] is that of a latent's norm. `cos_sin` [max position, R] and `q_scale` are as in `HeadTransform`.
+    `kv_weight` [Hq, N + V, C] makes of a latent each head's key of N elements and value of V elements.
+    """
+
+    norm_weight: Tensor
+    eps: float
+    cos_sin: Tensor
+    kv_weight: Tensor
+    q_scale: Tensor | None = None
+
+
+def store_latents(
+    q: Tensor, latents: Tensor, heads: LatentTransform, positions: Tensor, pages: Pages, out_loc: Tensor
+) -> None:
+    """Do everything between the projections and attention to latents, in place.
+
+    q [T, Hq, N + R] gets its last R elements rotated, and is multiplied by `q_scale`. latents [T, C + R] get their
+    first C elements normalised and the others rotated, and are stored in `pages` [P, 1, page, C + R] at slots
+    `out_loc`. Both may be columns of one projection's result.
+    """
+    rank, page_size = len(heads.norm_weight), pages.shape[2]
+    rotated = q.shape[2] - (latents.shape[1] - rank)
+    latent, k_rope = latents[:, :rank], latents[:, None, rank:]
+    latent.copy_(rms_norm(latent, heads.norm_weight, heads.eps))
+    new_q, new_k = rope(q[:, :, rotated:], k_rope, heads.cos_sin, positions)
+    q[:, :, rotated:], k_rope[:] = new_q, new_k
+    if heads.q_scale is not None:
+        q.copy_(q * heads.q_scale[positions.long(), None, None])
+    page, offset = out_loc // page_size, out_loc % page_size
+    if isinstance(pages, QuantizedPages):
+        QuantizedPages(pages.data.unsqueeze(1), pages.scale.unsqueeze(1)).store(latents[:, None], 0, page, offset)
+    else:
+        pages[page, 0, offset] = latents
+
+
+def latent_attention(
+    q: Tensor, q_rope: Tensor, pages: Pages, page_table: Tensor, layout: SeqLayout, scale: float
+) -> Tensor:
+    """Attend to latents: the mean of the latents [T, Hq, C] by softmax(scale (q c + q_rope r)), in float32.
+
+    q [T, Hq, C] are queries times the parts of `kv_weight` that make keys, q_rope [T, Hq, R] their rotated parts. A
+    latent in `pages` [P, 1, page, C + R] is c and r, and all heads read it. All else is as in `paged_attention`.
+    """
+    rank, page_size, start = q.shape[2], pages.shape[2], 0
+    out = torch.empty_like(q)
+    lengths = torch.stack([layout.rows, layout.cu_query_lens.diff(), layout.kv_lens], 1)
+    for row, query_len, kv_len in lengths.tolist():
+        ids = page_table[row, : ceil_div(kv_len, page_size)].long()
+        latents = (pages.dense(ids) if isinstance(pages, QuantizedPages) else pages[ids].float()).flatten(0, 2)[:kv_len]
+        queries = torch.cat([x[start : start + query_len].float() for x in (q, q_rope)], 2)
+        scores = torch.einsum("qhd,kd->hqk", queries, latents) * scale
+        positions = torch.arange(kv_len, device=q.device)
+        hidden = positions[None, :] > positions[kv_len - query_len :, None]
+        weights = scores.masked_fill(hidden, float("-inf")).softmax(-1)
+        out[start : start + query_len] = torch.einsum("hqk,kd->qhd", weights, latents[:, :rank]).to(q.dtype)
+        start += query_len
+    return out
 
 
 def soft_cap(scores: Tensor, softcap: float) -> Tensor:

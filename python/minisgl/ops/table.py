@@ -9,6 +9,7 @@ from typing import Any, Final
 from torch import Tensor
 
 from minisgl.core.registry import Registry
+from minisgl.ops import gated_delta as recurrences
 from minisgl.ops import reference, sampling
 from minisgl.ops.deferred import Result
 from minisgl.ops.quantized import Rounding, rounded
@@ -16,7 +17,10 @@ from minisgl.ops.quantized import Rounding, rounded
 
 @dataclass(frozen=True, slots=True)
 class OpTable:
-    """All ops by name. `reference`, `sampling` and `quantized` have their shapes and formulas, and are the defaults."""
+    """All ops by name.
+
+    `reference`, `gated_delta`, `sampling` and `quantized` have their shapes and formulas, and are the defaults.
+    """
 
     name: str = "reference"
     embedding: Callable[[Tensor, Tensor], Tensor] = reference.embedding
@@ -27,6 +31,10 @@ class OpTable:
     moe: Callable[[Tensor, Tensor, reference.Experts], Tensor] = reference.moe
     norm_rope_store: Callable[..., Tensor] = reference.norm_rope_store
     paged_attention: Callable[..., Tensor] = reference.paged_attention
+    gated_delta: Callable[..., Tensor] = recurrences.gated_delta
+    fold: Callable[..., None] = recurrences.fold
+    store_latents: Callable[..., None] = reference.store_latents
+    latent_attention: Callable[..., Tensor] = reference.latent_attention
     look_up: Callable[..., tuple[Tensor, Tensor]] = reference.look_up
     apply_penalties: Callable[..., Tensor] = sampling.apply_penalties
     count_tokens: Callable[..., None] = sampling.count_tokens

@@ -92,7 +92,7 @@ class Entry(msgspec.Struct, array_like=True, omit_defaults=True):
 def checksum(plan: BatchPlan) -> int:
     """Identify the sequences, positions, flags and pages of `plan`."""
     pages = as_words(plan.page_writes)[:, 1:].tobytes()  # without their groups, as in older records
-    copies = plan.restores.tobytes() + plan.captures.tobytes()
+    copies = plan.restores.tobytes() + plan.captures.tobytes() + plan.folds.tobytes()
     return zlib.crc32(pages + copies, zlib.crc32(plan.slots.tobytes())) or 1
 
 

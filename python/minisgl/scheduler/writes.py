@@ -9,7 +9,9 @@ import numpy as np
 
 from minisgl.core.layout import (
     COPY,
+    FOLD,
     NO_COPIES,
+    NO_FOLDS,
     NO_INTS,
     NO_PAGE_WRITES,
     NO_ROW_STATES,
@@ -48,6 +50,7 @@ class RowWrites:
         self.bounded: dict[tuple[int, int, int], int] = {}  # (group, row, index) -> id
         self.restores: dict[int, list[tuple[int, ...]]] = {}  # row -> copies
         self.captures: list[tuple[int, ...]] = []
+        self.folds: dict[int, tuple[int, int]] = {}  # slot -> (start, stop)
 
     def fill(self, req: Req) -> None:
         """Write the fields of `req`, which has just got its row."""
@@ -62,13 +65,15 @@ class RowWrites:
         for entry, page in enumerate(pages, row << 32 | start):
             self._pages[entry] = page
 
-    def pop_copies(self) -> tuple[Records, Records]:
-        """Return the restores and captures since the last call, as in `BatchPlan`."""
-        if not (self.restores or self.captures):
-            return NO_COPIES, NO_COPIES
-        lists = [copy for copies in self.restores.values() for copy in copies], self.captures
-        self.restores, self.captures = {}, []
-        return np.array(lists[0], COPY), np.array(lists[1], COPY)
+    def pop_copies(self) -> tuple[Records, Records, Records]:
+        """Return the restores, captures and folds since the last call, as in `BatchPlan`."""
+        if not (self.restores or self.captures or self.folds):
+            return NO_COPIES, NO_COPIES, NO_FOLDS
+        restores = np.array([copy for copies in self.restores.values() for copy in copies], COPY)
+        folds = np.array([(slot, *ends) for slot, ends in self.folds.items()], FOLD)
+        copies = restores, np.array(self.captures, COPY), folds
+        self.restores, self.captures, self.folds = {}, [], {}
+        return copies
 
     def pop(self) -> tuple[Records, Records, Ints]:
         """Return the page writes, row states and penalty records since the last call, as in `BatchPlan`."""

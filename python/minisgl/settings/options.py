@@ -202,11 +202,16 @@ class EngineConfig(Settings):
         choices=("auto", "fp8"),
         words={"fp8_e4m3": "fp8"},
     )
+    state_dtype: str = option(
+        "float32",
+        "data type of the states of recurrent layers; model = --dtype, half the memory and less exact",
+        choices=("float32", "model"),
+    )
     device: str = option("auto", "device to run on; auto = a GPU if there is one", choices=("auto", "cpu", "cuda"))
     page_size: int | None = option(
         None,
         "tokens per KV page; requests share prefixes of whole pages; "
-        f"default = {PAGE_SIZES['cuda']} on a GPU, {PAGE_SIZES['cpu']} on a CPU",
+        f"default = {PAGE_SIZES['cuda']} on a GPU, {PAGE_SIZES['cpu']} on a CPU and for recurrent layers",
         aliases=("block_size",),
         choices=(1, 2, 4, 8, 16, 32, 64, 128),
     )

@@ -81,9 +81,17 @@ PARAMETERS = {
     "gpt-oss-20b": 20.91e9,
     "gemma-3-12b": 11.77e9,
     "gemma-3-27b": 27.01e9,
+    "glm-4.7-flash": 29.94e9,  # as "30B" is published, without the layer that predicts further tokens
     "gemma-4-12b": 11.9e9,  # not published: Gemma 3 12B's sizes with Gemma 4's heads
 }
-ROPES = {"llama": "llama3", "qwen3": "default", "gemma-3": "linear", "gemma-4": "proportional", "gpt": "yarn"}
+ROPES = {
+    "glm": "default",
+    "llama": "llama3",
+    "qwen3": "default",
+    "gemma-3": "linear",
+    "gemma-4": "proportional",
+    "gpt": "yarn",
+}
 
 
 @pytest.mark.parametrize("name", SHAPES)

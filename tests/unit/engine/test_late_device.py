@@ -12,19 +12,16 @@ import numpy as np
 import pytest
 import torch
 
-from minisgl.core.errors import ConfigError
 from minisgl.core.message import AbortMsg, UserMsg, ids_from_bytes, ids_to_bytes
 from minisgl.core.params import Grammar, SamplingParams
 from minisgl.core.plan import FinishReason
-from minisgl.core.registry import _Entry
 from minisgl.device.device import CpuDevice, Device
 from minisgl.engine.engine import Engine
 from minisgl.engine.resolve import resolve
-from minisgl.engine.runner import MIXERS
 from minisgl.kvcache import tree
 from minisgl.kvcache.snapshots import IdPool
 from minisgl.kvcache.store import StateStore
-from minisgl.models import llama
+from minisgl.models.model_config import LinearConfig
 from minisgl.scheduler.budget import LoadBudget, Pace
 from minisgl.scheduler.check import check_idle
 from minisgl.scheduler.grammars import Grammars
@@ -34,7 +31,6 @@ from minisgl.settings.options import SchedulerConfig, build_config
 from support.fake_grammar import FakeCompiler, LateExecutor
 from support.late_device import LateDevice
 from support.tiny_model import VOCAB, write_tiny_model
-from support.toy_recurrence import ToyConfig, ToyLayer
 
 pytestmark = pytest.mark.usefixtures("fixed_costs")
 
@@ -44,6 +40,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return write_tiny_model(tmp_path_factory.mktemp("tiny"), 128)
 
 
+LINEAR = LinearConfig(key_heads=2, value_heads=4, key_dim=8, value_dim=8, width=3)
 Requests = list[tuple[list[int], SamplingParams]]
 
 
@@ -96,7 +93,9 @@ def run(
     spec = replace(resolve(config.engine, "cpu"), host_kv=host_kv)  # which is refused on a CPU, where it gains nothing
     windows = (*[None] * (1 + recurs), window)
     model = replace(spec.model, layers=spec.model.layers[:1] * len(windows), windows=windows, gives_back=gives_back)
-    spec = replace(spec, model=ToyConfig.of(model) if recurs else model)
+    if recurs:
+        model = replace(model, linear=LINEAR, linear_layers=frozenset({0}))
+    spec = replace(spec, model=model)
     engine, io = Engine(spec, device), OfflineIO()
     assert (engine.general.name == "eager") == (settings["attention_backend"] == "cpu")
     compiling = LateExecutor()
@@ -201,6 +200,8 @@ def test_pages_behind_windows_are_given_back(folder: Path, depth: int, options: 
         assert scheduler.stats.preemptions > 0
     if "cache_type" not in options:
         assert scheduler.stats.cached_tokens > 0
+    if options["speculate"] != "off":
+        assert 0 < scheduler.stats.accepted_tokens < scheduler.stats.drafted_tokens
 
 
 @pytest.mark.parametrize(
@@ -229,12 +230,13 @@ def test_the_step_in_cpp_gives_pages_back(folder: Path, options: dict[str, objec
         (0, {"page_size": 4, "max_prefill_length": 16}),
         (1, {"page_size": 1, "max_prefill_length": 24}),
         (1, {"page_size": 16, "max_prefill_length": 8192, "cache_type": "naive"}),
+        (1, {"page_size": 4, "max_prefill_length": 24, "speculate": "ngram"}),
         (
             1,
             {
                 "page_size": 4,
                 "max_prefill_length": 32,
-                "num_pages": 40,
+                "num_pages": 96,
                 "max_running_requests": 12,
             },
         ),
@@ -242,11 +244,9 @@ def test_the_step_in_cpp_gives_pages_back(folder: Path, options: dict[str, objec
     ids=str,
 )
 def test_state_of_a_recurrent_layer_follows_its_text(
-    folder: Path, window: int | None, depth: int, options: dict[str, object], monkeypatch: pytest.MonkeyPatch
+    folder: Path, window: int | None, depth: int, options: dict[str, object]
 ) -> None:
-    """Through chunks, prefix hits, preemption and slots that other rows had."""
-    monkeypatch.setattr(llama, "DecoderLayer", ToyLayer)
-    monkeypatch.setitem(MIXERS._entries, "Decay", _Entry("support.toy_recurrence:DecayMixer", None))
+    """Through chunks, prefix hits, preemption, folds, rejected drafts and slots that other rows had."""
     options = {"speculate": "off", **options}
     requests = make_requests(7)
     alone, _ = run(folder, CpuDevice(1), requests, window=window, recurs=True, speculate="off", cache_type="naive")
@@ -258,13 +258,6 @@ def test_state_of_a_recurrent_layer_follows_its_text(
         assert scheduler.stats.preemptions > 0
     if "cache_type" not in options:
         assert scheduler.stats.cached_tokens > 0
-
-
-def test_drafts_are_refused_where_they_could_not_be_taken_back(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(llama, "DecoderLayer", ToyLayer)
-    monkeypatch.setitem(MIXERS._entries, "Decay", _Entry("support.toy_recurrence:DecayMixer", None))
-    with pytest.raises(ConfigError, match="--speculate: a rejected draft would stay in the recurrent state"):
-        run(folder, CpuDevice(1), make_requests(1), recurs=True, speculate="ngram")
 
 
 def test_aborts_while_late_leave_the_others_untouched(folder: Path) -> None:

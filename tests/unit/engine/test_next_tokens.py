@@ -24,8 +24,7 @@ from minisgl.engine.engine import Engine
 from minisgl.engine.fit import Checkpoint, Footprint
 from minisgl.engine.resolve import resolve
 from minisgl.engine.trial import spread_plan
-from minisgl.models import model_config
-from minisgl.models.families import FAMILIES, QWEN_NEXT
+from minisgl.models.attention import LATENT_EPS
 from minisgl.ops.quantized import INT8
 from minisgl.settings.options import EngineConfig
 from support.late_device import LateDevice
@@ -35,7 +34,7 @@ from unit.engine.test_drafts import LAYOUTS, SOME_LAYOUTS, VOCAB, Requests, make
 pytestmark = pytest.mark.usefixtures("fixed_costs")
 
 HIDDEN, HEADS, KV_HEADS, DIM, INNER, EXPERTS, TOP_K, SCALE = 32, 4, 2, 16, 64, 6, 2, 1.5
-EPS, THETA, LAYERS, ROTATED = 1e-5, 10000.0, 2, {"glm": DIM // 2, "qwen": DIM}
+EPS, THETA, LAYERS, ROTATED, RANK = 1e-5, 10000.0, 2, DIM // 2, 24
 COMMON: dict[str, Any] = {
     "vocab_size": VOCAB,
     "hidden_size": HIDDEN,
@@ -51,35 +50,51 @@ COMMON: dict[str, Any] = {
     "eos_token_id": 0,
     "tie_word_embeddings": False,
 }
-CONFIGS: dict[str, dict[str, Any]] = {
-    "glm": COMMON
-    | {
-        "architectures": ["Glm4MoeForCausalLM"],
-        "model_type": "glm4_moe",
-        "use_qk_norm": True,
-        "n_routed_experts": EXPERTS,
-        "num_experts_per_tok": TOP_K,
-        "moe_intermediate_size": 32,
-        "n_shared_experts": 1,
-        "n_group": 1,
-        "topk_group": 1,
-        "routed_scaling_factor": SCALE,
-        "num_nextn_predict_layers": 1,
-    },
-    "qwen": COMMON | {"architectures": ["Qwen3ForCausalLM"], "model_type": "qwen3", "mtp_num_hidden_layers": 1},
+GROUPED = COMMON | {
+    "n_routed_experts": EXPERTS,
+    "num_experts_per_tok": TOP_K,
+    "moe_intermediate_size": 32,
+    "n_shared_experts": 1,
+    "n_group": 1,
+    "topk_group": 1,
+    "routed_scaling_factor": SCALE,
+    "num_nextn_predict_layers": 1,
 }
+CONFIGS: dict[str, dict[str, Any]] = {
+    "glm": GROUPED | {"architectures": ["Glm4MoeForCausalLM"], "model_type": "glm4_moe", "use_qk_norm": True},
+    "deepseek": GROUPED
+    | {
+        "architectures": ["DeepseekV3ForCausalLM"],
+        "model_type": "deepseek_v3",
+        "first_k_dense_replace": 1,
+        "q_lora_rank": None,
+        "kv_lora_rank": RANK,
+        "qk_nope_head_dim": DIM - ROTATED,
+        "qk_rope_head_dim": ROTATED,
+        "v_head_dim": DIM,
+    },
+    "qwen": COMMON
+    | {
+        "architectures": ["Qwen3_5ForCausalLM"],
+        "model_type": "qwen3_5_text",
+        "partial_rotary_factor": ROTATED / DIM,
+        "layer_types": ["full_attention", "linear_attention"],
+        "linear_num_key_heads": 2,
+        "linear_num_value_heads": 4,
+        "linear_key_head_dim": 8,
+        "linear_value_head_dim": 16,
+    },
+}
+PAGED_LAYERS = {"glm": LAYERS, "deepseek": LAYERS, "qwen": 1}
+STEPS = ["C++", "op by op and late"]
+KINDS_AND_STEPS = [("glm", STEPS[0]), *((kind, STEPS[1]) for kind in CONFIGS)]  # in C++, the others are refused
 # The names of the layer's own parts in a checkpoint, and of its decoder layer.
+DEEPSEEK = tuple(f"model.layers.{LAYERS}.{name}" for name in ("enorm", "hnorm", "eh_proj", "shared_head.norm", ""))
 NAMES: Mapping[str, tuple[str, ...]] = {
-    "glm": tuple(f"model.layers.{LAYERS}.{name}" for name in ("enorm", "hnorm", "eh_proj", "shared_head.norm", "")),
+    "glm": DEEPSEEK,
+    "deepseek": DEEPSEEK,
     "qwen": ("mtp.pre_fc_norm_embedding", "mtp.pre_fc_norm_hidden", "mtp.fc", "mtp.norm", "mtp.layers.0."),
 }
-
-
-@pytest.fixture(autouse=True)
-def qwen_has_the_layer(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Qwen3 has none: with it, the names of Qwen3-Next are tested on a decoder that is served."""
-    qwen = replace(FAMILIES["Qwen3ForCausalLM"], next_tokens=QWEN_NEXT)
-    monkeypatch.setattr(model_config, "FAMILIES", {**FAMILIES, "Qwen3ForCausalLM": qwen})
 
 
 def random_weights(kind: str) -> dict[str, Tensor]:
@@ -93,14 +108,18 @@ def random_weights(kind: str) -> dict[str, Tensor]:
         norm: (HIDDEN,),
         f"{layer}input_layernorm": (HIDDEN,),
         f"{layer}post_attention_layernorm": (HIDDEN,),
-        f"{layer}self_attn.q_norm": (DIM,),
-        f"{layer}self_attn.k_norm": (DIM,),
         f"{layer}self_attn.o_proj": (HIDDEN, HEADS * DIM),
+        f"{layer}self_attn.q_proj": (HEADS * DIM * (1 + (kind == "qwen")), HIDDEN),
     }
-    for name, heads in zip("qkv", (HEADS, KV_HEADS, KV_HEADS), strict=True):
-        shapes[f"{layer}self_attn.{name}_proj"] = heads * DIM, HIDDEN
+    if kind == "deepseek":
+        shapes[f"{layer}self_attn.kv_a_proj_with_mqa"] = RANK + ROTATED, HIDDEN
+        shapes[f"{layer}self_attn.kv_a_layernorm"] = (RANK,)
+        shapes[f"{layer}self_attn.kv_b_proj"] = HEADS * (2 * DIM - ROTATED), RANK
+    else:
+        shapes |= {f"{layer}self_attn.{name}_proj": (KV_HEADS * DIM, HIDDEN) for name in "kv"}
+        shapes |= {f"{layer}self_attn.{name}_norm": (DIM,) for name in "qk"}
     mlps = {f"{layer}mlp": INNER}
-    if kind == "glm":
+    if kind != "qwen":
         mlps = {f"{layer}mlp.{name}": 32 for name in ("shared_experts", *(f"experts.{i}" for i in range(EXPERTS)))}
         shapes[f"{layer}mlp.gate"] = EXPERTS, HIDDEN
         shapes |= {f"{layer}embed_tokens": (VOCAB, HIDDEN), f"{layer}shared_head.head": (VOCAB, HIDDEN)}  # not read
@@ -112,6 +131,7 @@ def random_weights(kind: str) -> dict[str, Tensor]:
         weights[f"{layer}self_attn.q_proj.bias"] = torch.randn(HEADS * DIM)
         weights[f"{layer}self_attn.k_proj.bias"] = torch.randn(KV_HEADS * DIM)
         weights[f"{layer}self_attn.v_proj.bias"] = torch.randn(KV_HEADS * DIM)
+    if kind != "qwen":
         weights[f"{layer}mlp.gate.e_score_correction_bias"] = 0.2 * torch.randn(EXPERTS)
     return weights
 
@@ -140,7 +160,7 @@ def dummy(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return write(tmp_path_factory.mktemp("models") / "glm", CONFIGS["glm"] | {"attention_bias": True})
 
 
-@pytest.mark.parametrize("step", ["C++", "op by op and late"])
+@pytest.mark.parametrize("step", STEPS)
 @pytest.mark.parametrize("layout", SOME_LAYOUTS)
 def test_answers_are_equal_with_and_without_drafts(dummy: Path, layout: dict[str, Any], step: str) -> None:
     """Requests of every kind, with chunks, cached prefixes and preemption. A late device finds NaN in freed pages."""
@@ -152,6 +172,20 @@ def test_answers_are_equal_with_and_without_drafts(dummy: Path, layout: dict[str
     assert step != "C++" or drafted.logprobs == plain.logprobs
     assert scheduler.stats.drafted_tokens > 0
     assert scheduler.stats.cached_tokens > 0 or layout.get("cache_type") == "naive"
+
+
+@pytest.mark.parametrize("kind", ["deepseek", "qwen"])
+def test_answers_of_latents_and_recurrent_states_are_equal(kind: str, tmp_path: Path) -> None:
+    """Some drafts are right and others are not, so states must not hold these; `auto` drafts with the layer, too."""
+    model = write(tmp_path / kind, CONFIGS[kind], random_weights(kind))
+    requests = make_requests(random.Random(6), 16)
+    layout: dict[str, Any] = {"page_size": 16, "max_prefill_length": 48, "num_pages": 40, "dummy_weight": False}
+    plain, _ = run(model, requests, device=CpuDevice(1), **layout)
+    for speculate in ("mtp", "auto"):
+        drafted, scheduler = run(model, requests, 1, LateDevice(1), speculate=speculate, num_draft_tokens=3, **layout)
+        assert drafted.tokens == plain.tokens and drafted.ends == plain.ends
+        assert 0 < scheduler.stats.accepted_tokens < scheduler.stats.drafted_tokens
+        assert scheduler.stats.cached_tokens > 0
 
 
 class ReferenceLayer:
@@ -190,18 +224,13 @@ class ReferenceLayer:
         return drafts
 
     def normed(self, x: Tensor, name: str) -> Tensor:
-        return F.rms_norm(x, x.shape[-1:], self.weights[f"{name}.weight"], EPS)
+        is_latent = name.endswith("kv_a_layernorm")
+        weight = self.weights[f"{name}.weight"] + (self.kind == "qwen")
+        return F.rms_norm(x, x.shape[-1:], weight, LATENT_EPS if is_latent else EPS)
 
     def layer(self, x: Tensor) -> Tensor:
         w, prefix = self.weights, NAMES[self.kind][4]
-        normed, heads = self.normed(x, f"{prefix}input_layernorm"), {}
-        for name in "qkv":
-            module = f"{prefix}self_attn.{name}_proj"
-            bias = w.get(f"{module}.bias")
-            heads[name] = F.linear(normed, w[f"{module}.weight"], bias).unflatten(1, (-1, DIM)).transpose(0, 1)
-        q, k = (self.rotated(self.normed(heads[name], f"{prefix}self_attn.{name}_norm")) for name in "qk")
-        out = F.scaled_dot_product_attention(q[None], k[None], heads["v"][None], is_causal=True, enable_gqa=True)[0]
-        x = x + out.transpose(0, 1).flatten(1) @ w[f"{prefix}self_attn.o_proj.weight"].T
+        x = x + self.attention(self.normed(x, f"{prefix}input_layernorm"), f"{prefix}self_attn")
         normed = self.normed(x, f"{prefix}post_attention_layernorm")
         if self.kind == "qwen":
             return x + self.mlp(normed, f"{prefix}mlp")
@@ -212,15 +241,40 @@ class ReferenceLayer:
         experts = torch.stack([self.mlp(normed, f"{prefix}mlp.experts.{i}") for i in range(EXPERTS)], 1)
         return x + (factors[:, :, None] * experts).sum(1) + self.mlp(normed, f"{prefix}mlp.shared_experts")
 
+    def attention(self, x: Tensor, module: str) -> Tensor:
+        def heads(name: str, size: int, x: Tensor = x) -> Tensor:
+            w, bias = (self.weights.get(f"{module}.{name}.{kind}") for kind in ("weight", "bias"))
+            return F.linear(x, w, bias).unflatten(1, (-1, size)).transpose(0, 1)
+
+        gates = 1.0
+        if self.kind == "deepseek":
+            latent, rotated = heads("kv_a_proj_with_mqa", RANK + ROTATED)[0].split([RANK, ROTATED], 1)
+            whole = heads("kv_b_proj", 2 * DIM - ROTATED, self.normed(latent, f"{module}.kv_a_layernorm"))
+            k, v = whole.split([DIM - ROTATED, DIM], 2)
+            q, q_rotated = heads("q_proj", DIM).split([DIM - ROTATED, ROTATED], 2)
+            q = torch.cat([q, self.rotated(q_rotated)], 2)
+            k = torch.cat([k, self.rotated(rotated[None]).expand(HEADS, -1, -1)], 2)
+        else:
+            if self.kind == "qwen":
+                q, logits = heads("q_proj", 2 * DIM).chunk(2, 2)
+                gates = logits.sigmoid()
+            else:
+                q = heads("q_proj", DIM)
+            k, v = heads("k_proj", DIM), heads("v_proj", DIM)
+            q, k = (self.rotated(self.normed(y, f"{module}.{name}_norm")) for y, name in ((q, "q"), (k, "k")))
+        out = F.scaled_dot_product_attention(q[None], k[None], v[None], is_causal=True, enable_gqa=True)[0] * gates
+        return out.transpose(0, 1).flatten(1) @ self.weights[f"{module}.o_proj.weight"].T
+
     def mlp(self, x: Tensor, module: str) -> Tensor:
         gate, up, down = (self.weights[f"{module}.{name}_proj.weight"] for name in ("gate", "up", "down"))
         return (F.silu(x @ gate.T) * (x @ up.T)) @ down.T
 
     def rotated(self, x: Tensor) -> Tensor:
-        """RoPE of the first elements of each head."""
-        size = ROTATED[self.kind]
-        angles = torch.arange(x.shape[1])[:, None] * THETA ** (-torch.arange(0, size, 2) / size)
-        a, b, rest = x[..., : size // 2], x[..., size // 2 : size], x[..., size:]
+        """RoPE of the first elements of each head: of halves, or as DeepSeek stores them, of adjacent elements."""
+        angles = torch.arange(x.shape[1])[:, None] * THETA ** (-torch.arange(0, ROTATED, 2) / ROTATED)
+        first, rest = x[..., :ROTATED], x[..., ROTATED:]
+        is_adjacent = self.kind == "deepseek"
+        a, b = (first[..., 0::2], first[..., 1::2]) if is_adjacent else first.chunk(2, -1)
         return torch.cat([a * angles.cos() - b * angles.sin(), b * angles.cos() + a * angles.sin(), rest], -1)
 
 
@@ -232,8 +286,7 @@ def in_fp8(weights: dict[str, Tensor], name: str) -> dict[str, Tensor]:
     return {name: stored, f"{name}_scale_inv": scale.view(1, 1)}
 
 
-@pytest.mark.parametrize("step", ["C++", "op by op and late"])
-@pytest.mark.parametrize("kind", CONFIGS)
+@pytest.mark.parametrize(("kind", "step"), KINDS_AND_STEPS)
 def test_drafts_are_what_the_formulas_say(
     kind: str, step: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -306,4 +359,5 @@ def test_memory_of_the_layer_is_counted(kind: str, tmp_path: Path) -> None:
     plain, drafted = sizes("off"), sizes("mtp")
     guessed, page, weights, block = (b - a for a, b in zip(plain, drafted, strict=True))
     assert 0.95 * weights < guessed <= weights
-    assert page == plain[1] // LAYERS and block == plain[3] // LAYERS
+    assert page == plain[1] // PAGED_LAYERS[kind]
+    assert block == page or kind == "qwen"  # whose blocks also have room for states

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import pytest
+from transformers import Gemma4TextConfig
 
 from contract.checkpoints import LLAMA3_ROPE, architecture, configurations
 from minisgl.core.errors import ConfigError
@@ -81,6 +82,12 @@ def test_the_number_of_rotated_elements_counts_only_where_heads_rotate_in_part()
     assert make(rotary_dim=8).rope.dim is None  # transformers does not read it for Llama
 
 
+def test_transformers_pads_the_numbers_of_layers():
+    raw = Gemma4TextConfig(num_hidden_layers=12).to_dict() | {"architectures": ["Gemma4ForCausalLM"]}
+    assert raw["per_layer_config"].keys() == {"05", "11"}
+    assert [layer.head_dim for layer in ModelConfig.from_hf(raw).layers] == [*[256] * 5, 512] * 2
+
+
 def refusal(config: dict) -> str:
     try:
         ModelConfig.from_hf(config)
@@ -152,6 +159,14 @@ REFUSED = {
     "architecture": (
         {"architectures": ["GPT2LMHeadModel"]},
         "GPT2LMHeadModel is not supported; try --model-impl transformers, or Llama",
+    ),
+    "another router": (
+        {"architectures": ["AfmoeForCausalLM"], "score_func": "softmax"},
+        "score_func='softmax' is not supported; only sigmoid is",
+    ),
+    "groups of experts": (
+        {"architectures": ["AfmoeForCausalLM"], "n_group": 4},
+        "n_group=4 is not supported; only 1 is",
     ),
     "no architecture": ({"architectures": None}, "must name one of"),
     "quantized": ({"quantization_config": {"quant_method": "hqq"}}, r"quantized by hqq, .* supported: fp8,.* awq"),

@@ -15,8 +15,10 @@ backends = pytest.importorskip("triton.backends.compiler")
 
 from minisgl.kernels.triton import (  # noqa: E402
     attention_decode,
+    attention_latent,
     attention_prefill,
     epilogue,
+    gated_delta,
     gemm,
     moe,
     norm,
@@ -227,8 +229,43 @@ def test_attention_compiles(dim: int, is_fp8: bool, has_options: bool):
     assert compile_kernel(attention_prefill.prefill_attention, pointers, every, num_warps=8)
 
 
+@pytest.mark.parametrize(("is_fp8", "tile", "stages"), [(False, 64, 3), (True, 32, 5)])
+def test_attention_to_latents_compiles(is_fp8: bool, tile: int, stages: int):
+    """With the tiles of `TritonLatents` for 20 heads of GLM-4.7-Flash."""
+    pointers = dict.fromkeys(("q_ptr", "q_rope_ptr", "out_ptr", "latents_ptr", "weight_ptr"), "*bf16")
+    pointers |= dict.fromkeys(("key_scale_ptr", "scale_ptr", "part_ptr", "lse_ptr", "cos_sin_ptr"), "*fp32")
+    pointers |= dict.fromkeys(("page_table_ptr", "work_ptr", "kv_lens_ptr", "positions_ptr", "starts_ptr"), "*i32")
+    pointers |= {"ends_ptr": "*i32", "pages_ptr": "*fp8e4nv" if is_fp8 else "*bf16", "out_loc_ptr": "*i64"}
+    pointers |= {"scale": "fp32", "eps": "fp32", "q_scale_ptr": "*fp32"}
+    blocks = {"HEAD_BLOCKS": 1, "GROUP_SIZE": 20, "MAX_QUERIES": 1, "RANK": 512, "BLOCK_M": 32, "NUM_SPLITS": 132}
+    own = {"ROPE_DIM": 64, "PAGE_SIZE": 64, "TILE_KEYS": tile, "NUM_STAGES": stages, "IS_FP8": is_fp8}
+    ptx = compile_kernel(attention_latent.attend_latents, pointers, blocks | own, "ptx", True, num_warps=4)
+    if not is_fp8:
+        copies = re.findall(r"cp\.async\.cg\.shared.*?, (0x\w+)", ptx)
+        assert len(copies) >= 72 and set(copies) == {"0x10"} and "wgmma" in ptx
+    assert compile_kernel(attention_latent.merge_latents, pointers, blocks | {"ROWS": 4})
+    sizes = {"NUM_HEADS": 20, "NOPE_DIM": 192, "ROPE_DIM": 64, "RANK": 512, "PAGE_SIZE": 64, "BLOCK_H": 16}
+    assert compile_kernel(attention_latent._store_latents, pointers, sizes | {"IS_FP8": is_fp8}, num_warps=2)
+
+
 def test_the_plan_of_prefill_compiles():
     pointers = dict.fromkeys(("rows_ptr", "kv_lens_ptr", "cu_query_lens_ptr", "work_ptr"), "*i32")
     pointers |= dict.fromkeys(("first_seq", "num_seqs", "num_programs"), "i32")
     sizes = {"NUM_KV_HEADS": 8, "BLOCK_Q": 32, "MAX_PARTS": 512, "WINDOW": 0}
     assert compile_kernel(attention_prefill.plan_prefill, pointers, sizes)
+
+
+@pytest.mark.slow
+def test_gated_delta_compiles():
+    pointers = dict.fromkeys(("slots_ptr", "state_lens_ptr", "rows_ptr", "cu_query_lens_ptr"), "*i32")
+    pointers |= dict.fromkeys(("positions_ptr", "captures_ptr", "folds_ptr"), "*i32")
+    pointers |= dict.fromkeys(("a_log_ptr", "dt_bias_ptr", "decay_ptr", "total_ptr", "delta_ptr"), "*fp32")
+    numbers = {"HK": 2, "HV": 4, "DK": 64, "DV": 64, "R": 20, "WIDTH": 4, "PRECISION": "tf32", "SEQUENCES": 128}
+    numbers |= {"CHANNELS": 512, "BLOCK_V": 32, "CAPTURES": 4, "NUM_STAGES": 2, "PDL": True}
+    kernels = gated_delta._convolve, gated_delta._prepare, gated_delta._scan, gated_delta._finish, gated_delta._fold
+    for kernel, tokens in ((gated_delta._decode, 1), (gated_delta._decode, 16), *((kernel, 32) for kernel in kernels)):
+        names = kernel.arg_names
+        constants = {name: value for name, value in (numbers | {"TOKENS": tokens}).items() if name in names}
+        own = {name: pointers.get(name, "*bf16") for name in names if name.endswith("_ptr")}
+        own |= {"eps": "fp32"} if "eps" in names else {}
+        assert compile_kernel(kernel, own, constants, is_aligned=True)

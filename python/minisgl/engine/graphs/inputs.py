@@ -43,6 +43,7 @@ if TYPE_CHECKING:
 
 MAX_PAGE_WRITES: Final = 2048
 MAX_ROW_STATES: Final = 256
+MAX_CAPTURES: Final = 128
 
 
 class StepInputs:
@@ -76,6 +77,9 @@ class StepInputs:
         self._inputs = zeros(INPUTS, sum(self._room))
         self._sample_rows = zeros(samples, dtype=torch.int64)
         self._out_loc = zeros(len(parts.state.page_tables), self._room.tokens, dtype=torch.int64)
+        # Captures of recurrent states; unused lines have row -1. They are rare: the steps' stream copies them.
+        self._captures, self._num_captures = zeros(MAX_CAPTURES, 3).fill_(-1), 0
+        self._host_captures = torch.zeros(RING, MAX_CAPTURES, 3, dtype=torch.int32, pin_memory=is_pinned)
         ends = accumulate(self._room, initial=0)
         self._samples, self._sequences, self._tokens = (self._inputs[:, slice(*pair)] for pair in pairwise(ends))
 
@@ -113,6 +117,11 @@ class StepInputs:
             start, stop = stop, stop + records.nbytes // 4
             slot[start:stop] = as_words(records).ravel()
         self._device.copy_ahead(self._in[index, :stop], self._host[index, :stop])
+        if len(copies := plan.captures) or self._num_captures:
+            lines = self._host_captures[index].numpy()
+            lines[:], self._num_captures = -1, len(copies)
+            lines[: len(copies)] = np.stack([copies["row"], copies["position"], copies["target"]], 1)
+            self._captures.copy_(self._host_captures[index], non_blocking=True)
         return count
 
     def _padded(self, slots: Records, size: Size) -> Records:
@@ -172,6 +181,7 @@ class StepInputs:
             sampling=self.sampling(size.samples, 0, False),
             page_writes=nothing,
             row_states=nothing,
+            captures=self._captures,
         )
         return batch, self._out_loc[:, : size.tokens]
 

@@ -8,7 +8,10 @@ from dataclasses import replace
 from functools import partial
 from typing import TYPE_CHECKING, Final
 
+import numpy as np
+
 from minisgl.core.errors import ConfigError
+from minisgl.core.layout import FOLD, FOLD_TOKENS, STATE
 from minisgl.engine.graphs.capture import TAILS, Capture
 from minisgl.engine.graphs.step import CapturedRunner
 from minisgl.engine.pooling import base_runner
@@ -61,6 +64,8 @@ class CudaRunners:
         with _rehearsal(parts), compile_ahead(Progress("compiling kernels", "kernels", spec.info.rank == 0).update):
             for plan in plans:
                 runner.launch(plan).wait()
+            if parts.model.recurrences:
+                parts.fold(np.array([(parts.store.dummy(STATE), 0, FOLD_TOKENS)], FOLD))
         # No kernel has run, so tokens are what was in memory; the next steps would look up their embeddings.
         parts.state.last_token.zero_()
         if parts.drafting is not None:

@@ -17,7 +17,7 @@ from minisgl.engine.batch import make_batch
 from minisgl.engine.draft_model import DraftModel
 from minisgl.engine.graphs.capture import TAILS, tail_of
 from minisgl.engine.graphs.drafts import DraftGraphs
-from minisgl.engine.graphs.inputs import MAX_PAGE_WRITES, MAX_ROW_STATES, StepInputs
+from minisgl.engine.graphs.inputs import MAX_CAPTURES, MAX_PAGE_WRITES, MAX_ROW_STATES, StepInputs
 from minisgl.engine.graphs.sizes import LAUNCH_FLOPS, TAIL_SIZES, Size, decode_sizes, draft_sizes, prompt_sizes
 from minisgl.engine.runner import ForwardOutput
 from minisgl.layers.linear import Stream
@@ -117,6 +117,8 @@ class CapturedRunner:
         if chunks and ((flags & Flag.PROMPT_LOGPROBS).any() or slots["stop"][is_chunk].max() > MAX_CONTEXT):
             return None
         if len(plan.page_writes) > MAX_PAGE_WRITES or len(plan.row_states) > MAX_ROW_STATES:
+            return None
+        if len(plan.captures) > MAX_CAPTURES:
             return None
         if len(flags) - chunks > self._max_rows:
             return None

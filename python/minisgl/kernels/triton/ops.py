@@ -7,7 +7,9 @@ from typing import Any, Final
 
 from torch import Tensor
 
+from minisgl.kernels.triton.attention_latent import store_latents
 from minisgl.kernels.triton.drafts import look_up
+from minisgl.kernels.triton.gated_delta import fold, gated_delta
 from minisgl.kernels.triton.kernels import mix, multiply
 from minisgl.kernels.triton.logprobs import token_logprobs
 from minisgl.kernels.triton.norm import add_rms_norm, embedding, norm_rope_store, rms_norm
@@ -45,6 +47,9 @@ OPS: Final[Mapping[str, Callable[..., Any]]] = {
     "add_norm_linear": add_norm_linear,
     "moe": mix,
     "norm_rope_store": norm_rope_store,
+    "store_latents": store_latents,
+    "gated_delta": gated_delta,
+    "fold": fold,
     "look_up": look_up,
     "apply_penalties": apply_penalties,
     "count_tokens": count_tokens,

@@ -47,10 +47,12 @@ class Decoder : public Model {
         bool is_gated;
     };
     struct Layer {
-        Weight<T> qkv, kv, o;  // kv is the part of qkv for tokens of which only K/V is needed
-        Mlp mlp, shared;       // the experts are one stacked MLP
+        Weight<T> qkv, kv, o, gate;  // kv is the part of qkv for tokens of which only K/V is needed
+        Mlp mlp, shared;             // the experts are one stacked MLP
+        Weight<T> input_gate, input_projection;
         Matrix<float> router;
         LayerWeights w;
+        int64_t q_size, kv_size;  // of all heads; kv_size is 0 if the cache is an earlier layer's
     };
     struct Choice {  // a token's expert, its weight, and the row of `expert_out_` that it computes
         int64_t expert, row;
@@ -78,24 +80,29 @@ class Decoder : public Model {
           threads_(target_ ? target_->threads_ : std::make_shared<Pool>((int)spec.threads)),
           pool_(*threads_),
           ahead_(spec.fc.data != nullptr),
-          query_rows_(std::max<int64_t>(spec.weights->cache_scale ? kQueryRows8Bit : kQueryRows, spec.heads / spec.kv_heads)),
-          scratch_(pool_.size(), {query_rows_, spec.dim}) {
-        const int64_t h = s_.hidden, q = s_.heads * s_.dim;
+          query_rows_(spec.weights->cache_scale ? kQueryRows8Bit : kQueryRows) {
+        int64_t dim = 0;
         for (int64_t l = 0; l < s_.layers; ++l) {
             const LayerWeights& w = s_.weights[l];
+            const int64_t q = w.heads * w.dim;
+            dim = std::max(dim, w.dim), query_rows_ = std::max(query_rows_, w.heads / w.kv_heads);
+            q_size_ = std::max(q_size_, q), qkv_size_ = std::max(qkv_size_, w.qkv.rows);
             const Weight<T> qkv = weight<T>(w.qkv);
             const auto mlp = [](const Packed& up, const Packed& down, int64_t f) -> Mlp {
                 return {weight<T>(up), weight<T>(down), down.cols, (Activation)f, up.rows > down.cols};
             };
-            layers_.push_back({qkv, rows_from<T>(qkv, q), weight<T>(w.o),
+            layers_.push_back({qkv, rows_from<T>(qkv, q), weight<T>(w.o), weight<T>(w.gate),
                                mlp(w.up, w.down, w.router.data ? s_.expert_activation : s_.activation),
                                mlp(w.shared_up, w.shared_down, s_.activation),
-                               {(const float*)w.router.data, w.router.rows, w.router.cols, w.router.bias}, w});
+                               weight<T>(w.input_gate), weight<T>(w.input_projection),
+                               {(const float*)w.router.data, w.router.rows, w.router.cols, w.router.bias}, w,
+                               q, (w.qkv.rows - q) / 2});
         }
         joins_first_ = s_.embedding_norm != nullptr;
+        scratch_.assign(pool_.size(), {query_rows_, dim});
         head_ = joins_first_ ? target_->head_ : weight<T>(s_.head), fc_ = weight<T>(s_.fc);
-        q_size_ = q, qkv_size_ = q + 2 * s_.kv_heads * s_.dim, state_size_ = s_.num_taps * h / kGroup;
-        ld_hidden_ = (1 + ahead_) * h + kPadding, ld_q_ = q + kPadding;
+        input_projection_ = weight<T>(s_.input_projection), state_size_ = s_.num_taps * s_.hidden / kGroup;
+        ld_hidden_ = (1 + ahead_) * s_.hidden + kPadding, ld_q_ = q_size_ + kPadding;
         if (target_) target_->drafter_ = this;
     }
 
@@ -290,6 +297,7 @@ class Decoder : public Model {
             linear<T>(pool_, std::get<Matrix<Int8>>(fc_), states_.data(), state_size_, {{0, m}}, x_.data(), s_.hidden, false);
         for_each_token(m, [&](int64_t t) { begin(t); });
         if (joins_first_) multiply(fc_, normed_, ld_hidden_, m, x_.data(), s_.hidden, false);
+        if (s_.input_size > 0) begin_inputs(m);
         std::vector<int64_t> kept;
         const int64_t first_sample = (int64_t)sampled_.size();
         int64_t token = 0;
@@ -299,12 +307,13 @@ class Decoder : public Model {
                     kept.push_back(token);
                     sampled_.push_back({piece.row, t + 1 + ahead_, piece.flags});
                 }
+        const int64_t inputs = s_.layers * s_.input_size;
         for (const Layer& layer : layers_) {
             if (!ahead_ || joins_first_) norm_before(layer.w.input_norm, m);
             const bool is_cut = &layer == &layers_.back() && !taps_last();
-            const int64_t skipped = is_cut && kept.empty() ? q_size_ : 0;
+            const int64_t skipped = is_cut && kept.empty() ? layer.q_size : 0;
             multiply(skipped ? layer.kv : layer.qkv, normed_, ld_hidden_, m, qkv_.data() + skipped, qkv_size_, false);
-            rotate_and_store(layer, m, skipped ? 0 : q_size_);
+            rotate_and_store(layer, m, skipped ? 0 : layer.q_size);
             if (skipped) m = 0;
             if (m == 0) break;
             attention(layer);
@@ -313,17 +322,22 @@ class Decoder : public Model {
                 for (int64_t i = 0; i < m; ++i) {
                     memmove(&x_[i * s_.hidden], &x_[kept[i] * s_.hidden], s_.hidden * sizeof(float));
                     memmove(&normed_[i * ld_hidden_], &normed_[kept[i] * ld_hidden_], s_.hidden * sizeof(X));
-                    memmove(&attended_[i * ld_q_], &attended_[kept[i] * ld_q_], q_size_ * sizeof(X));
+                    memmove(&attended_[i * ld_q_], &attended_[kept[i] * ld_q_], layer.q_size * sizeof(X));
+                    memmove(inputs_.data() + i * inputs, inputs_.data() + kept[i] * inputs, inputs * sizeof(float));
                 }
             }
+            if (layer.w.gate.data) gate(layer, m);
             add_block(layer.w.attention_norm, m, [&](float* y, bool adds) {
                 multiply(layer.o, attended_, ld_q_, m, y, s_.hidden, adds);
             });
             if (!s_.is_parallel) norm_before(layer.w.mlp_norm, m);
             add_block(layer.w.output_norm, m, [&](float* y, bool adds) {
+                if (layer.w.router_norm) return join_experts(layer, m, y);
                 if (layer.router.data) return mix_experts(layer, m, y, adds);
                 feed_forward(layer.mlp, normed_.data(), {{0, m}}, y, adds);
             });
+            if (layer.w.input_gate.data) add_inputs(layer, m);
+            if (layer.w.output_scale != 1.0) scale(m, (float)layer.w.output_scale);
             if (drafter_ && drafter_->ahead_) tap(&layer - layers_.data(), m);
         }
         if (taps_last()) {
@@ -361,6 +375,54 @@ class Decoder : public Model {
     }
 
     bool taps_last() const { return drafter_ && drafter_->joins_first_; }
+
+    // inputs [m, layers, input_size] = norm(x W^T) + embedding; see models/gemma4.py: LayerInputs.
+    void begin_inputs(int64_t m) {
+        const int64_t size = s_.input_size, width = s_.layers * size;
+        reserve(inputs_, m, width);
+        norm_before(nullptr, m);
+        multiply(input_projection_, normed_, ld_hidden_, m, inputs_.data(), width, false);
+        for_each_token(m, [&](int64_t t) {
+            const T* embedded = (const T*)s_.input_embedding + ids_[t] * width;
+            float* x = &inputs_[t * width];
+            for (int64_t i = 0; i < width; i += size) norm(x + i, s_.input_norm, size, s_.input_eps, false, x + i);
+            for (int64_t i = 0; i < width; ++i) x[i] += to_float(embedded[i]) * (float)s_.input_scale;
+        });
+    }
+
+    // x += the projection of f(x W^T) times the layer's inputs; see models/gemma4.py: LayerTail.
+    void add_inputs(const Layer& layer, int64_t m) {
+        const int64_t size = s_.input_size, width = s_.layers * size, ld = size + kPadding;
+        norm_before(nullptr, m);
+        project(layer.input_gate, m, (Activation)s_.activation, inner_, ld);
+        for_each_token(m, [&](int64_t t) {
+            X* x = &inner_[t * ld];
+            const float* own = &inputs_[t * width + (&layer - layers_.data()) * size];
+            for (int64_t i = 0; i < size; ++i) put(x + i, to_float(x[i]) * own[i]);
+        });
+        add_block(layer.w.projection_norm, m, [&](float* y, bool adds) {
+            multiply(layer.input_projection, inner_, ld, m, y, s_.hidden, adds);
+        });
+    }
+
+    // Multiply attention's output by f(normed W^T): each row of W is of one head or of one element.
+    void gate(const Layer& layer, int64_t m) {
+        const int64_t rows = layer.w.gate.rows, each = layer.q_size / rows, ld = rows + kPadding;
+        project(layer.gate, m, (Activation)s_.gate_activation, gates_, ld);
+        for_each_token(m, [&](int64_t t) {
+            X* x = &attended_[t * ld_q_];
+            for (int64_t row = 0; row < rows; ++row, x += each) {
+                const float factor = to_float(gates_[t * ld + row]);
+                for (int64_t i = 0; i < each; ++i) put(x + i, to_float(x[i]) * factor);
+            }
+        });
+    }
+
+    void scale(int64_t m, float factor) {
+        for_each_token(m, [&](int64_t t) {
+            for (int64_t i = t * s_.hidden; i < (t + 1) * s_.hidden; ++i) x_[i] *= factor;
+        });
+    }
 
     // Keep the output of a layer for the drafter if it reads it, that of the last layer normalised.
     void tap(int64_t layer, int64_t m) {
@@ -435,6 +497,14 @@ class Decoder : public Model {
         std::visit([&](const auto& w) { linear<T>(pool_, w, x.data(), ldx, {{0, m}}, y, ldy, adds); }, weight);
     }
 
+    // y [m, ld] = f(normed W^T).
+    void project(const Weight<T>& weight, int64_t m, Activation f, Aligned<X>& y, int64_t ld) {
+        reserve(y, m, ld);
+        std::visit([&](const auto& w) {
+            activated<T>(pool_, w, normed_.data(), ld_hidden_, {{0, m}}, y.data(), ld, f, false);
+        }, weight);
+    }
+
     // y [rows, hidden] = down(f(up(x))), or plus y; each range of rows has its own of the stacked MLPs.
     void feed_forward(const Mlp& mlp, const X* x, const RowRanges& ranges, float* y, bool adds) {
         const int64_t ld = mlp.size + kPadding;
@@ -447,19 +517,36 @@ class Decoder : public Model {
         }, mlp.down);
     }
 
+    // y [m, hidden] = the normalised outputs of the MLP and of the experts; see models/gemma4.py: BesideMLP.
+    void join_experts(const Layer& layer, int64_t m, float* y) {
+        feed_forward(layer.shared, normed_.data(), {{0, m}}, y, false);
+        norm_before(layer.w.experts_norm, m);
+        reserve(mixed_, m, s_.hidden);
+        mix_experts(layer, m, mixed_.data(), false);
+        for_each_token(m, [&](int64_t t) {
+            float* out = y + t * s_.hidden;
+            norm(out, layer.w.dense_norm, s_.hidden, s_.block_eps, false, out);
+            norm(&mixed_[t * s_.hidden], layer.w.mixed_norm, s_.hidden, s_.block_eps, false, out, true);
+        });
+    }
+
     // The mixture of experts: y [m, hidden] = the weighted sum of each token's MLPs, or plus y. See models/mlp.py.
     void mix_experts(const Layer& layer, int64_t m, float* y, bool adds) {
-        const int64_t h = s_.hidden, k = s_.top_k, rows = layer.router.rows, has_shared = layer.shared.size > 0;
+        const int64_t h = s_.hidden, k = s_.top_k, rows = layer.router.rows;
+        const int64_t has_shared = layer.shared.size > 0 && !layer.w.router_norm;
         reserve(expert_in_, m * k, ld_hidden_), reserve(expert_out_, m * (k + has_shared), h);
         router_in_.resize(m * h), scores_.resize(m * rows), choices_.resize(m * (k + has_shared));
         for_each_token(m, [&](int64_t t) {
+            if (layer.w.router_norm)
+                return norm(&x_[t * h], layer.w.router_norm, h, s_.block_eps, false, &router_in_[t * h]);
             for (int64_t i = 0; i < h; ++i) router_in_[t * h + i] = to_float(normed_[t * ld_hidden_ + i]);
         });
         linear<float>(pool_, layer.router, router_in_.data(), h, {{0, m}}, scores_.data(), rows, false);
         for_each_token(m, [&](int64_t t) {
             Choice* chosen = &choices_[t * (k + has_shared)];
             const float gate = scores_[(t + 1) * rows - 1];
-            choose(&scores_[t * rows], layer.w.rank_bias, chosen);
+            if (s_.router_cap != 0) soft_cap(s_.experts, 1.0f, (float)s_.router_cap, &scores_[t * rows]);
+            choose(&scores_[t * rows], layer.w, chosen);
             if (has_shared) chosen[k] = {s_.experts, m * k + t, rows > s_.experts ? sigmoid(gate) : 1.0f};
         });
         // Rows of one expert lie side by side, in the order of tokens.
@@ -493,7 +580,7 @@ class Decoder : public Model {
 
     // Choose a token's experts by the router's outputs, which become scores, as `ops/reference.py: chosen_scores` does.
     // Among equal ones the lowest is chosen, and NaN before all others, so that it shows.
-    void choose(float* scores, const float* bias, Choice* chosen) const {
+    void choose(float* scores, const LayerWeights& w, Choice* chosen) const {
         const int64_t n = s_.experts, each = n / s_.groups;
         const float top = *std::max_element(scores, scores + n);
         float total = 0;
@@ -501,7 +588,7 @@ class Decoder : public Model {
         std::vector<float> ranks(n), best(s_.groups);
         for (int64_t e = 0; e < n; ++e) {
             if (!s_.is_sigmoid) scores[e] /= total;
-            ranks[e] = scores[e] + (bias ? bias[e] : 0.0f);
+            ranks[e] = scores[e] + (w.rank_bias ? w.rank_bias[e] : 0.0f);
         }
         for (int64_t g = 0; g < s_.groups && s_.groups > s_.top_groups; ++g) {
             std::vector<float> sorted(&ranks[g * each], &ranks[g * each] + each);
@@ -522,8 +609,10 @@ class Decoder : public Model {
             chosen[i] = {e, 0, scores[e]};
             sum += scores[e];
         }
-        for (int64_t i = 0; i < s_.top_k; ++i)
+        for (int64_t i = 0; i < s_.top_k; ++i) {
             chosen[i].weight *= (float)s_.expert_scale / (s_.normalises ? sum : 1.0f);
+            if (w.expert_scales) chosen[i].weight *= w.expert_scales[chosen[i].expert];
+        }
     }
 
     // y = (x - mean) / sqrt(variance + eps) * weight + bias, where the bias follows the weight; without `centers`, mean
@@ -566,16 +655,16 @@ class Decoder : public Model {
     }
 
     // Normalise each head, or all heads together, if there is a weight.
-    void norm_heads(float* heads, int64_t size, const float* weight) const {
-        const int64_t each = s_.norms_all_heads ? size : s_.dim;
+    void norm_heads(float* heads, int64_t size, int64_t dim, const float* weight) const {
+        const int64_t each = s_.norms_all_heads ? size : dim;
         for (int64_t i = 0; weight && i < size; i += each)
             norm(heads + i, weight, each, s_.block_eps, false, heads + i);
     }
 
     // Apply RoPE to a head (halves rotated against each other), and scale the result.
     template <class Y>
-    void rotate(float* head, const float* cos, float scale, Y* out) const {
-        const int64_t half = s_.dim / 2;
+    static void rotate(float* head, int64_t dim, const float* cos, float scale, Y* out) {
+        const int64_t half = dim / 2;
         for (int64_t i = 0; i < half; i += kLanes) {
             const int n = (int)std::min<int64_t>(kLanes, half - i);
             const Vec a = load_part(head + i, n), b = load_part(head + half + i, n);
@@ -583,15 +672,16 @@ class Decoder : public Model {
             store_part(head + i, a * c - b * s, n);
             store_part(head + half + i, b * c + a * s, n);
         }
-        convert(head, scale, out);
+        convert(head, dim, scale, out);
     }
     template <class Y>
-    void convert(const float* head, float scale, Y* out) const {
-        for (int64_t d = 0; d < s_.dim; d += kLanes) put(out + d, Vec::load(head + d) * Vec::all(scale));
+    static void convert(const float* head, int64_t dim, float scale, Y* out) {
+        for (int64_t d = 0; d < dim; d += kLanes) put(out + d, Vec::load(head + d) * Vec::all(scale));
     }
 
     void rotate_and_store(const Layer& layer, int64_t m, int64_t q_size) {
         const Cache<T> cache = cache_of(layer);
+        const int64_t dim = layer.w.dim, kv_size = layer.kv_size;
         const int n = (int)std::min<int64_t>(m, pieces(8 * m * qkv_size_));
         pool_.run(n, [&](int piece, int thread) {
             T *key = scratch_[thread].keys.data(), *value = scratch_[thread].values.data();
@@ -599,18 +689,19 @@ class Decoder : public Model {
                 const int64_t page = layer.w.page_table[rows_[t] * s_.table_width + positions_[t] / s_.page];
                 const int64_t slot = page * s_.page + positions_[t] % s_.page;
                 float* heads = &qkv_[t * qkv_size_];
-                const float* cos = layer.w.cos_sin + positions_[t] * s_.dim;
+                const float* cos = layer.w.cos_sin + positions_[t] * dim;
                 const float q_scale = layer.w.q_scale ? layer.w.q_scale[positions_[t]] : 1.0f;
-                norm_heads(heads, q_size, layer.w.q_norm);
-                norm_heads(heads + q_size_, s_.kv_heads * s_.dim, layer.w.k_norm);
-                for (int64_t i = 0; i < q_size; i += s_.dim) rotate(heads + i, cos, q_scale, &q_[t * ld_q_ + i]);
+                float *keys = heads + layer.q_size, *values = keys + kv_size;
+                norm_heads(heads, q_size, dim, layer.w.q_norm);
+                norm_heads(keys, kv_size, dim, layer.w.k_norm);
+                norm_heads(values, kv_size, dim, layer.w.v_norm);
+                for (int64_t i = 0; i < q_size; i += dim) rotate(heads + i, dim, cos, q_scale, &q_[t * ld_q_ + i]);
                 const bool is_first = t == 0 || rows_[t - 1] != rows_[t];
                 const bool is_last = t + 1 == m || rows_[t + 1] != rows_[t];
-                for (int64_t h = 0; h < s_.kv_heads; ++h) {
-                    float *k = heads + q_size_ + h * s_.dim, *v = k + s_.kv_heads * s_.dim;
-                    rotate(k, cos, 1.0f, key);
-                    convert(v, 1.0f, value);
-                    cache.store(slot, h, key, value, is_first, is_last);
+                for (int64_t i = 0; i < kv_size; i += dim) {
+                    rotate(keys + i, dim, cos, 1.0f, key);
+                    convert(values + i, dim, 1.0f, value);
+                    cache.store(slot, i / dim, key, value, is_first, is_last);
                 }
             }
         });
@@ -618,7 +709,7 @@ class Decoder : public Model {
 
     void attention(const Layer& layer) {
         const Cache<T> cache = cache_of(layer);
-        const int64_t group = s_.heads / s_.kv_heads, each = query_rows_ / group;
+        const int64_t group = layer.w.heads / layer.w.kv_heads, each = query_rows_ / group;
         items_.clear(), spans_.clear();
         int64_t token = 0;
         double work = 0;
@@ -628,22 +719,23 @@ class Decoder : public Model {
             token += piece.stop - piece.start;
             work += (double)(piece.stop - piece.start) * (double)piece.stop;
             for (int64_t to = piece.stop; to > piece.start; to -= each)  // items with the most keys first
-                for (int64_t h = 0; h < s_.kv_heads; ++h)
+                for (int64_t h = 0; h < layer.w.kv_heads; ++h)
                     items_.push_back({&spans_.back(), std::max(piece.start, to - each), to, h});
         }
         const double limit = std::min<double>((double)items_.size(), 64 * pool_.size());
-        const int n = (int)std::min(limit, work * (double)q_size_ / 5e4 + 1);
+        const int n = (int)std::min(limit, work * (double)layer.q_size / 5e4 + 1);
         pool_.run(n, [&](int piece, int thread) {
             const Item *item = &items_[part(items_.size(), n, piece)], *end = items_.data() + items_.size();
             BlockIterator ahead(item, end, kBlocksAhead);
             for (; item != &items_[0] + part(items_.size(), n, piece + 1); ++item)
-                attend<T>(cache, *item, ahead, group, layer.w.page_table, s_.table_width, (float)s_.scale,
+                attend<T>(cache, *item, ahead, group, layer.w.page_table, s_.table_width, (float)layer.w.scale,
                           (float)layer.w.softcap, layer.w.sinks, q_.data(), attended_.data(), ld_q_, scratch_[thread]);
         });
     }
 
     Cache<T> cache_of(const Layer& layer) const {
-        return {(char*)layer.w.cache, layer.w.cache_stride, s_.kv_heads, s_.page, s_.dim, (char*)layer.w.cache_scale};
+        const LayerWeights& w = layer.w;
+        return {(char*)w.cache, w.cache_stride, w.kv_heads, s_.page, w.dim, (char*)w.cache_scale};
     }
 
     ModelSpec s_;
@@ -654,10 +746,11 @@ class Decoder : public Model {
     int64_t query_rows_;  // of an item of attention, at most
     std::vector<AttentionScratch<T>> scratch_;
     std::vector<Layer> layers_;
-    Weight<T> head_;
+    Weight<T> head_, input_projection_;
     Weight<T> fc_;
     bool joins_first_;  // embedding and hidden state of a head, before its layer
-    int64_t q_size_, qkv_size_, ld_hidden_, ld_q_, state_size_;
+    int64_t q_size_ = 0, qkv_size_ = 0;  // of the largest layer
+    int64_t ld_hidden_, ld_q_, state_size_;
     std::vector<Backlog> backlogs_;  // of a drafter, by row
     std::vector<Sample> sampled_;    // by the current step
     // The current slice.
@@ -667,8 +760,8 @@ class Decoder : public Model {
     std::vector<Item> items_;
     std::vector<Span> spans_;
     std::vector<Choice> choices_;
-    Aligned<float> x_, out_, embedded_, qkv_, drafted_, router_in_, scores_, expert_out_;
-    Aligned<X> normed_, q_, attended_, inner_, expert_in_;
+    Aligned<float> x_, out_, embedded_, qkv_, drafted_, router_in_, scores_, expert_out_, mixed_, inputs_;
+    Aligned<X> normed_, q_, attended_, gates_, inner_, expert_in_;
     std::vector<QuantGroup> states_, taps_;
 };
 

@@ -274,10 +274,17 @@ void linear(Pool& pool, const Matrix<W>& stack, const In* x, int64_t ldx, const 
     });
 }
 
-// See `ops/reference.py: ACTIVATIONS`.
+// See `ops/reference.py: ACTIVATIONS` and `OUTPUT_GATES`.
 INLINE Vec activate(Activation kind, Vec x) {
     const Vec zero = Vec::all(0.0f), one = Vec::all(1.0f);
     if (kind == kRelu2) return max(zero, x) * max(zero, x);
+    if (kind == kSigmoid) return one / (one + exp(zero - x));
+    if (kind == kSoftplus) {  // log(1 + e^x) without overflow
+        float logs[kLanes];
+        exp(min(x, zero - x)).store(logs);
+        for (float& e : logs) e = std::log1p(e);
+        return max(zero, x) + Vec::load(logs);
+    }
     if (kind == kGelu) {
         float erf[kLanes];
         (x * Vec::all(0.70710678f)).store(erf);

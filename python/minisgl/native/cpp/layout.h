@@ -2,13 +2,13 @@
 #pragma once
 #include <cstdint>
 
-constexpr int64_t kLayoutVersion = 1630818963;
+constexpr int64_t kLayoutVersion = 2105312432;
 
 namespace minisgl {
 
 enum Flag : int32_t { kSamples = 1, kFromDevice = 2, kPenalized = 4, kFiltered = 8, kLogprobs = 16, kPromptLogprobs = 32, kMasked = 64, kDrafts = 128 };
 
-enum Activation : int64_t { kSilu, kGeluTanh, kGelu, kRelu2, kClamped };
+enum Activation : int64_t { kSilu, kGeluTanh, kGelu, kRelu2, kClamped, kSigmoid, kSoftplus };
 constexpr int kMaxDrafts = 8, kProposed = 17;
 
 // Records of a plan: 32-bit words, without padding.
@@ -52,27 +52,36 @@ struct LayerWeights {
     Packed qkv, o;
     Packed up, down, shared_up, shared_down;
     Packed router;
-    const float *rank_bias;
+    Packed gate;
+    Packed input_gate, input_projection;
+    const float *rank_bias, *expert_scales;
     const float *input_norm, *attention_norm, *mlp_norm, *output_norm;
-    const float *q_norm, *k_norm;
+    const float *router_norm, *dense_norm, *experts_norm, *mixed_norm;
+    const float *projection_norm;
+    const float *q_norm, *k_norm, *v_norm;
     const float *cos_sin;
-    int64_t window;
+    int64_t heads, kv_heads, dim, window;
     const int32_t *page_table;
     int64_t cache_stride;
     void *cache;
     float *cache_scale;
     const float *sinks, *q_scale;
-    double softcap;
+    double scale, softcap, output_scale;
 };
 struct ModelSpec {
-    int64_t is_bf16, layers, hidden, vocab, heads, kv_heads, dim, page, threads, is_tied;
-    int64_t is_parallel, is_layer_norm, norms_all_heads, activation, expert_activation;
+    int64_t is_bf16, layers, hidden, vocab, page, threads, is_tied;
+    int64_t is_parallel, is_layer_norm, norms_all_heads, activation, expert_activation, gate_activation;
     int64_t experts, top_k, groups, top_groups, is_sigmoid, normalises;
-    double eps, block_eps, scale, embedding_scale, expert_scale, logit_cap;
+    double eps, block_eps, embedding_scale, expert_scale, router_cap, logit_cap;
     const LayerWeights *weights;
     const void *embedding;
     Packed head;
     const float *final_norm;
+    int64_t input_size;
+    const void *input_embedding;
+    Packed input_projection;
+    const float *input_norm;
+    double input_scale, input_eps;
     int32_t *page_tables;
     int64_t table_rows, table_width;
     int32_t *last_token;

@@ -92,7 +92,7 @@ inline bool e4m3_is_correct() {
 }
 
 // Whether a tiny model gives the same finite logits, bit by bit, for a whole prompt and token by token. With
-// `has_experts`, two of three experts and a shared one, in blocks with LayerNorm before and after.
+// `has_experts`, two of three experts and a shared one, gates, and LayerNorm before and after blocks.
 template <class T, class W>
 bool step_is_deterministic(bool has_scales, bool has_experts) {
     constexpr int64_t layers = 2, hidden = 64, inner = 96, vocab = 80, heads = 4, kv_heads = 2, dim = 96, page = 16;
@@ -116,6 +116,7 @@ bool step_is_deterministic(bool has_scales, bool has_experts) {
         };
         w = {packed(qkv, hidden, 1), packed(hidden, heads * dim, 1), packed(2 * inner, hidden, experts),
              packed(hidden, inner, experts)};
+        w.heads = heads, w.kv_heads = kv_heads, w.dim = dim, w.scale = 0.18, w.output_scale = 1;
         w.input_norm = w.mlp_norm = w.q_norm = w.k_norm = ones.data(), w.cos_sin = angles.data();
         w.page_table = table.data(), w.cache_stride = layers * page_bytes;
         w.cache = &cache[(&w - weights) * page_bytes];
@@ -123,7 +124,7 @@ bool step_is_deterministic(bool has_scales, bool has_experts) {
         if (!has_experts) continue;
         w.shared_up = packed(2 * inner, hidden, 1), w.shared_down = packed(hidden, inner, 1);
         w.router = {router.data(), 0, experts + 1, hidden, nullptr};
-        w.attention_norm = w.output_norm = ones.data();
+        w.attention_norm = w.output_norm = ones.data(), w.gate = packed(heads * dim, hidden, 1);
     }
     const std::vector<W> head = matrix(vocab, hidden);
     std::vector<int32_t> last(rows), tokens_in(tokens), sampled(rows), finite(rows);
@@ -135,8 +136,8 @@ bool step_is_deterministic(bool has_scales, bool has_experts) {
     spec.is_bf16 = sizeof(T) == 2, spec.layers = layers, spec.hidden = hidden, spec.vocab = vocab;
     spec.is_layer_norm = has_experts, spec.experts = experts, spec.top_k = 2, spec.groups = 1;
     spec.top_groups = spec.normalises = 1, spec.embedding_scale = spec.expert_scale = 1, spec.block_eps = 1e-6;
-    spec.heads = heads, spec.kv_heads = kv_heads, spec.dim = dim, spec.page = page;
-    spec.threads = 2, spec.is_tied = 1, spec.eps = 1e-6, spec.scale = 0.18, spec.weights = weights;
+    spec.gate_activation = kSoftplus, spec.page = page;
+    spec.threads = 2, spec.is_tied = 1, spec.eps = 1e-6, spec.weights = weights;
     spec.head = {head.data(), bits, vocab, hidden, nullptr}, spec.final_norm = ones.data();
     spec.page_tables = table.data(), spec.table_rows = rows, spec.table_width = pages;
     spec.last_token = last.data(), spec.rows = fields.data();

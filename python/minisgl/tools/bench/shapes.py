@@ -54,6 +54,16 @@ def _sizes(hidden: int, intermediate: int, layers: int, heads: int) -> dict[str,
     return dict(zip(names, (hidden, intermediate, layers, heads), strict=True))
 
 
+_QWEN_3_5: Final[dict[str, Any]] = {
+    "vocab_size": 248320,
+    "num_key_value_heads": 2,
+    "head_dim": 256,
+    "rope_theta": 10000000,
+    "max_position_embeddings": 262144,
+    "torch_dtype": "bfloat16",
+    "bos_token_id": 0,
+    "eos_token_id": 1,
+}
 SHAPES: Final[dict[str, dict[str, Any]]] = {
     "qwen3-10m": _QWEN3
     | _sizes(256, 1024, 8, 8)
@@ -67,6 +77,23 @@ SHAPES: Final[dict[str, dict[str, Any]]] = {
     | _sizes(2048, 6144, 48, 32)
     | {"architectures": ["Qwen3MoeForCausalLM"], "model_type": "qwen3_moe", "num_key_value_heads": 4}
     | {"num_experts": 128, "num_experts_per_tok": 8, "moe_intermediate_size": 768, "norm_topk_prob": True},
+    # 64 experts of 1,536, 4 for each token, and latents of 512 + 64 elements
+    "glm-4.7-flash": {"architectures": ["Glm4MoeLiteForCausalLM"], "model_type": "glm4_moe_lite"}
+    | _sizes(2048, 10240, 47, 20)
+    | {"vocab_size": 154880, "kv_lora_rank": 512, "q_lora_rank": 768, "qk_nope_head_dim": 192, "qk_rope_head_dim": 64}
+    | {"v_head_dim": 256, "n_routed_experts": 64, "num_experts_per_tok": 4, "moe_intermediate_size": 1536}
+    | {"n_shared_experts": 1, "first_k_dense_replace": 1, "routed_scaling_factor": 1.8, "norm_topk_prob": True}
+    | {"max_position_embeddings": 202752, "rope_theta": 1000000, "rms_norm_eps": 1e-5, "torch_dtype": "bfloat16"}
+    | {"bos_token_id": 0, "eos_token_id": 1},
+    "qwen3.5-0.8b": _QWEN_3_5
+    | _sizes(1024, 3584, 24, 8)
+    | {"architectures": ["Qwen3_5ForCausalLM"], "model_type": "qwen3_5_text", "linear_num_value_heads": 16}
+    | {"tie_word_embeddings": True},
+    # 256 experts of 512, 8 for each token, and one more for all
+    "qwen3.5-35b-a3b": _QWEN_3_5
+    | _sizes(2048, 512, 40, 16)
+    | {"architectures": ["Qwen3_5MoeForCausalLM"], "model_type": "qwen3_5_moe_text", "moe_intermediate_size": 512}
+    | {"num_experts": 256, "num_experts_per_tok": 8, "shared_expert_intermediate_size": 512},
     "llama-3.1-8b": _LLAMA_3_1 | _sizes(4096, 14336, 32, 32),
     "llama-3.1-70b": _LLAMA_3_1 | _sizes(8192, 28672, 80, 64),
     "gpt-oss-20b": {"architectures": ["GptOssForCausalLM"], "model_type": "gpt_oss", "torch_dtype": "bfloat16"}

@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
-from typing import TYPE_CHECKING
+from dataclasses import dataclass, replace
+from typing import TYPE_CHECKING, Final
 
 import numpy as np
 
 from minisgl.core.errors import ConfigError
-from minisgl.core.layout import Flag
+from minisgl.core.layout import COPY, SLOT_ID, STATE, STATE_LEN, WINDOW, Flag
 from minisgl.core.plan import BatchPlan
 from minisgl.engine.engine import Engine
 from minisgl.engine.pooling import PoolingRunner
@@ -21,6 +21,9 @@ if TYPE_CHECKING:
     from minisgl.engine.runner import EagerRunner
     from minisgl.llm.llm import LLM
     from minisgl.native.runner import NativeRunner
+
+
+MAX_CAPTURED: Final = 8  # states of a span that are kept for `Stepper.share_prefix`
 
 
 @dataclass(frozen=True)
@@ -54,6 +57,12 @@ class Stepper:
         self.page_size = runner.parts.page_size
         rng = np.random.default_rng(0)
         self._free: list[list[int]] = [rng.permutation(ids).tolist() for ids in runner.parts.store.blocks.spread()]
+        self._has_state = len(self._free) > STATE
+        self._states = self._free.pop() if self._has_state else []
+        if self._has_state and not runner.parts.store.page_bytes[WINDOW]:
+            del self._free[WINDOW]
+        self._slots: dict[int, int] = {}  # of rows
+        self._captured: dict[tuple[int, int], int] = {}  # (row, tokens) -> slot, at the last ends of pages
         self._pages: dict[int, list[list[int]]] = {}  # of a row, one in each group
         self._writes: list[tuple[int, int, int, int]] = []
 
@@ -63,11 +72,30 @@ class Stepper:
         assert tokens == count * self.page_size and target not in self._pages, "share whole pages with a new row"
         for pages in self._pages[source][:count]:
             self._map(target, pages)
+        if self._has_state:
+            captured = np.array([self._captured[source, tokens]]), np.array([self._slot(target)])
+            self.runner.parts.store.copy(*captured)
 
     def _map(self, row: int, pages: list[int]) -> None:
         mapped = self._pages.setdefault(row, [])
         self._writes += [(group, row, len(mapped), page) for group, page in enumerate(pages)]
         mapped.append(pages)
+
+    def _slot(self, row: int) -> int:
+        if row not in self._slots:
+            self._slots[row] = self._states.pop()
+            self._writes.append((STATE, row, SLOT_ID, self._slots[row]))
+        return self._slots[row]
+
+    def _captures(self, span: Span) -> list[tuple[int, ...]]:
+        """Return captures at the last ends of pages of a span, as COPY."""
+        self._writes.append((STATE, span.row, STATE_LEN, span.stop))
+        slot, size = self._slot(span.row), self.page_size
+        ends = range(span.start // size * size + size, span.stop + 1, size)[-MAX_CAPTURED:]
+        for end in ends[: len(self._states)]:
+            self._captured[span.row, end] = self._states.pop()
+        targets = {end: self._captured[span.row, end] for end in ends if (span.row, end) in self._captured}
+        return [(slot, target, span.row, end) for end, target in targets.items()]
 
     def step(self, spans: list[Span]) -> Tensor:
         """Run one forward pass; return logits [sampling spans, V] in the model's dtype, on the device."""
@@ -78,7 +106,8 @@ class Stepper:
                         "the KV cache is too small to verify; give more --num-pages or a higher --memory-ratio"
                     )
                 self._map(span.row, [free.pop() for free in self._free])
-        plan = span_plan(spans, self._writes)
+        copies = [copy for span in spans for copy in self._captures(span)] if self._has_state else []
+        plan = replace(span_plan(spans, self._writes), captures=np.array(copies, COPY))
         self._writes = []
         return self.runner.logits_of(plan)
 
