@@ -178,7 +178,7 @@ def test_answers_are_equal_with_and_without_drafts(dummy: Path, layout: dict[str
 def test_answers_of_latents_and_recurrent_states_are_equal(kind: str, tmp_path: Path) -> None:
     """Some drafts are right and others are not, so states must not hold these; `auto` drafts with the layer, too."""
     model = write(tmp_path / kind, CONFIGS[kind], random_weights(kind))
-    requests = make_requests(random.Random(6), 16)
+    requests = make_requests(random.Random(6), 9)
     layout: dict[str, Any] = {"page_size": 16, "max_prefill_length": 48, "num_pages": 40, "dummy_weight": False}
     plain, _ = run(model, requests, device=CpuDevice(1), **layout)
     for speculate in ("mtp", "auto"):
