@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from contextlib import contextmanager
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -13,6 +14,7 @@ from minisgl import LLM, Grammar, SamplingParams
 from minisgl.checkpoint.hf import BUILTIN_MODEL
 from minisgl.core.layout import Flag
 from minisgl.core.plan import BatchPlan
+from support.next_tokens import write_glm
 
 COPY = "Repeat exactly: The lighthouse keeper wrote down the weather every evening. The weather was fine."
 SCHEMA = '{"type": "object", "properties": {"name": {"type": "string", "maxLength": 9}, "age": {"type": "integer"}}}'
@@ -102,6 +104,19 @@ def test_answers_are_those_of_a_cpu_without_drafts(on_cpu: Answers, name: str):
         # With auto, drafts must pay by the times that were measured, which other work on the GPU may change.
         assert stats.accepted_tokens > 10 or name == "auto"
         assert seen == runners or (name == "auto" and not seen)
+
+
+@pytest.mark.parametrize("name", ["head", "head, op by op"])
+def test_a_layer_of_the_checkpoint_drafts(name: str, tmp_path: Path):
+    """In captured and other steps; of random weights, hardly any draft is right."""
+    options, runners = VARIANTS[name]
+    options = options | {"model": str(write_glm(tmp_path)), "dummy_weight": True}
+    with engine(**options | {"speculate": "off"}) as llm:
+        plain = answers(llm)
+    with engine(**options | {"speculate": "mtp"}) as llm, watched(llm) as seen:
+        for _ in range(2):  # cold, then with a warm prefix cache
+            check(answers(llm), plain)
+        assert llm.scheduler.stats.drafted_tokens > 100 and seen == runners
 
 
 def test_bfloat16_answers_are_the_same_every_time():

@@ -19,6 +19,7 @@ from minisgl.core.errors import InvariantError, RankError
 from minisgl.core.message import AbortMsg, UserMsg, ids_from_bytes, ids_to_bytes
 from minisgl.core.params import Grammar
 from minisgl.core.plan import FinishReason
+from support.next_tokens import write_glm
 
 ABORTED = frozenset({2, 5})
 OPTIONS = {"threads": 1, "num_pages": 120, "page_size": 4, "max_prefill_length": 40, "max_running_requests": 6}
@@ -149,6 +150,20 @@ def test_ranks_draft_alike_with_a_model(
         stats = llm.scheduler.stats
         assert stats.drafted_tokens > 50
         assert kind != "draft" or stats.accepted_tokens > 0.9 * stats.drafted_tokens
+        assert llm.scheduler.cache.available == OPTIONS["num_pages"]
+
+
+def test_ranks_draft_alike_with_a_layer_of_the_checkpoint(
+    requests_and_tokens: tuple[Requests, dict[int, list[int]]], tmp_path: Path
+) -> None:
+    """With cached prefixes and chunks; on one rank, nothing is drafted."""
+    requests, options = requests_and_tokens[0], {"model": str(write_glm(tmp_path)), "dummy_weight": True, **OPTIONS}
+    with LLM(speculate="off", **options) as llm:
+        plain = drive(llm, requests)
+    with LLM(tp=2, speculate="mtp", num_draft_tokens=3, **options) as llm:
+        llm.scheduler.depth = 1
+        assert drive(llm, requests) == plain
+        assert llm.scheduler.stats.drafted_tokens > 50 and llm.scheduler.stats.cached_tokens > 0
         assert llm.scheduler.cache.available == OPTIONS["num_pages"]
 
 

@@ -328,7 +328,7 @@ class Context:
     """What a forward pass needs besides its inputs. It is an argument, never a global.
 
     `mixers` has what each of the model's mixers has prepared. The model stores the outputs [T, H] of the layers that
-    are keys of `taps`, but not of the last layer.
+    are keys of `taps`; those of the last layer are normalised.
     """
 
     batch: Batch

@@ -5,6 +5,7 @@ from __future__ import annotations
 from abc import ABC, abstractmethod
 from copy import copy
 from dataclasses import replace
+from functools import partial
 from typing import TYPE_CHECKING, ClassVar, Final
 
 import numpy as np
@@ -18,10 +19,12 @@ from minisgl.engine.batch import make_batch
 from minisgl.engine.resolve import make_mixers
 from minisgl.layers.builder import Builder
 from minisgl.models.llama import LlamaForCausalLM
-from minisgl.models.weight import load_model
+from minisgl.models.weight import load_layers, load_model
 from minisgl.ops.deferred import finished
+from minisgl.ops.quantized import Format, target_format
 from minisgl.settings.options import MAX_DRAFTS
 from minisgl.speculative.eagle3 import Eagle3Head
+from minisgl.speculative.mtp import NextTokensLayer
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -31,7 +34,6 @@ if TYPE_CHECKING:
     from minisgl.engine.drafting import Drafting
     from minisgl.engine.runner import Parts
     from minisgl.layers.builder import Parameter
-    from minisgl.ops.quantized import Format
 
 SAMPLED_ALIKE: Final = Flag.PENALIZED | Flag.FILTERED  # flags for which drafts are sampled like the target's tokens
 
@@ -138,12 +140,14 @@ class SmallModel(DraftModel):
         return self.parts.vocab.gather(self.parts.model.logits(stream)) if len(stream.x) else finished(stream.x)
 
 
-class Eagle3(DraftModel):
-    """An EAGLE-3 head. When a step ends, `extend` runs it over the step's tokens, which gives the first draft."""
+class HeadModel(DraftModel):
+    """A layer on the target's hidden states. `extend` runs it over a step's tokens for the first draft."""
 
     ahead, first = 1, 1
 
-    def __init__(self, parts: Parts, spec: EngineSpec, head: Eagle3Head, layers: tuple[int, ...]) -> None:
+    def __init__(
+        self, parts: Parts, spec: EngineSpec, head: Eagle3Head | NextTokensLayer, layers: tuple[int, ...]
+    ) -> None:
         super().__init__(parts, spec)
         self.layers, self.parameters = layers, head.parameters
         assert isinstance(parts.model, LlamaForCausalLM), "transformers' models have no heads that draft"
@@ -159,9 +163,12 @@ class Eagle3(DraftModel):
     def _run(self, ids: Tensor, features: Tensor, batch: Batch, keep: Tensor) -> tuple[Tensor, Tensor]:
         """Return logits [S, V], -inf outside of the draft vocabulary, and hidden states [S, H] of the tokens `keep`."""
         ctx = self.parts.context(batch, self.parts.out_loc(batch))
-        drafted, hidden = self.head.forward(self._embed.summed(ids), features, ctx, keep)
+        own, hidden = self.head.forward(self._embed.summed(ids), features, ctx, keep)
+        drafted = self.parts.vocab.gather(own)
+        if self.head.draft_ids is None:
+            return drafted, hidden
         logits = drafted.new_full((len(keep), self._vocab_size), float("-inf"))
-        logits[:, self.head.draft_ids] = self.parts.vocab.gather(drafted)
+        logits[:, self.head.draft_ids] = drafted
         return logits, hidden
 
     def extend(self, batch: Batch, input_ids: Tensor, states: list[Tensor], out: Tensor, drafting: Drafting) -> None:
@@ -193,9 +200,10 @@ def drafted_rows(plan: BatchPlan) -> Ints:
 
 
 def draft_spec(spec: EngineSpec) -> EngineSpec:
-    """Return the drafter's spec, for a spec that has a `draft`; its weights are not quantized."""
+    """Return the drafter's spec, for a spec that has a `draft`; only a layer of the checkpoint itself is quantized."""
     assert spec.draft is not None, "the drafter has no model"
-    return replace(spec, model=spec.draft.model, quantization=None, draft=None)
+    quantization = spec.quantization if spec.draft.names else None
+    return replace(spec, model=spec.draft.model, quantization=quantization, draft=None)
 
 
 def make_draft_model(parts: Parts, spec: EngineSpec, supports_format: Callable[[Format], bool]) -> DraftModel:
@@ -209,8 +217,18 @@ def make_draft_model(parts: Parts, spec: EngineSpec, supports_format: Callable[[
         parts.store.add(model.states)
         mixers = make_mixers(own, model.mixers, device.type, parts.ops)
         return SmallModel(replace(parts, model=model, mixers=mixers), own)
-    head = Eagle3Head(Builder(parts.ops, spec.dtype, device.torch_device, parts.comm), source)
+    head: Eagle3Head | NextTokensLayer
+    if source.kind == "mtp":
+        assert isinstance(parts.model, LlamaForCausalLM), "transformers' models have no such layer"
+        kind = target_format(device.type, spec.quantization or "", source.model.hidden_size)
+        head = load_layers(
+            partial(NextTokensLayer, target=parts.model),
+            *(source.folder, source.model, spec.dtype, device, parts.ops, spec.dummy_weight, None, parts.comm),
+            *(kind, supports_format, source.names),
+        )
+    else:
+        head = Eagle3Head(Builder(parts.ops, spec.dtype, device.torch_device, parts.comm), source)
+        head.load(source, spec.model.vocab_size, device, spec.dummy_weight)
     parts.store.add(head.states)
-    head.load(source, spec.model.vocab_size, device, spec.dummy_weight)
     mixers = make_mixers(own, head.mixers, device.type, parts.ops)
-    return Eagle3(replace(parts, mixers=mixers), own, head, source.layers)
+    return HeadModel(replace(parts, mixers=mixers), own, head, source.layers)

@@ -9,7 +9,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from minisgl.core.layout import HISTORY_HEAD, PROPOSED, words
+from minisgl.core.layout import HISTORY_HEAD, NO_PROPOSALS, PROPOSED, words
 from minisgl.settings.options import MAX_DRAFTS
 
 if TYPE_CHECKING:
@@ -43,7 +43,12 @@ class Drafting:
     lengths  [rows] int32, tokens of the sequence; the newest, `last_token`, is the only one without K/V
     history  [rows, tokens] int32, these tokens; the newest may be missing, -1 is an unknown token
     drafts   [rows, MAX_DRAFTS] int32, what may follow
+
+    If `drafts_always`, the model also drafts for rows that have proposals, which then replace its drafts: a benchmark
+    that decides which drafts are right has their costs, too.
     """
+
+    drafts_always = False
 
     def __init__(self, rows: int, max_tokens: int, last_token: Tensor, drafter: Drafter, device: Device) -> None:
         self.last_token = last_token
@@ -64,11 +69,18 @@ class Drafting:
         self.drafts.zero_()
 
     def remember(self, plan: BatchPlan) -> None:
-        """Apply the history records and the proposals of a plan."""
+        """Apply the history records of a plan."""
         if len(plan.histories):
             rows, positions, tokens, ends = self._device.upload(*_known(plan.histories))
             self.history[rows.long(), positions.long()] = tokens
             self.lengths[ends[0].long()] = ends[1]
+
+    def asked(self, plan: BatchPlan) -> BatchPlan:
+        """Return the plan for which the model drafts; `propose` follows."""
+        return replace(plan, proposals=NO_PROPOSALS) if self.drafts_always else plan
+
+    def propose(self, plan: BatchPlan) -> None:
+        """Apply the proposals of a plan."""
         if len(plan.proposals):
             fields = (plan.proposals[name] for name in ("row", "first", "tokens"))
             rows, begins, proposed = self._device.upload(*fields)

@@ -163,7 +163,7 @@ class Engine:
             if pool.unit_bytes != pool.strides[FULL] or len(pool.strides) > 1:
                 owner["bytes of a unit"] = pool.unit_bytes
             if s.draft is not None:  # its state is in the pages
-                owner["drafter"] = fingerprint(s.draft.folder, has_weights=not s.dummy_weight)
+                owner["drafter"] = s.draft.kind + fingerprint(s.draft.folder, has_weights=not s.dummy_weight)
             stores.append(DiskStore(pool, folder, size // s.info.size, s.info.rank, owner))
         return stores
 

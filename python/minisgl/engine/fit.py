@@ -23,7 +23,7 @@ from minisgl.distributed.info import DistributedInfo
 from minisgl.kvcache.snapshots import recent_tokens
 from minisgl.models.model_config import ModelConfig, fallback_config
 from minisgl.settings.options import PAGE_SIZES, EngineConfig
-from minisgl.speculative.source import HEAD_FOLDER, DraftSource, has_head, read_source
+from minisgl.speculative.source import HEAD_FOLDER, DraftSource, has_head, next_tokens, read_source
 
 ITEM_BYTES: Final = {"float32": 4, "bfloat16": 2, "float16": 2}
 QUANTIZATIONS: Final = {"cpu": {"int8": 8, "int4": 4}, "cuda": {"fp8": 8, "int8": 8, "int4": 4}}  # bits per weight
@@ -56,7 +56,10 @@ class Checkpoint:
         asked = config.speculate or "auto"
         if asked == "auto" and not model.is_fallback and choose_device(config.device) == "cpu" and has_head(folder):
             asked = f"eagle3:{folder / HEAD_FOLDER}"
-        draft = read_source(asked, model) if embedder is None else None
+        has_weights = not config.dummy_weight
+        if config.speculate == "auto" and asked == "auto" and embedder is None:
+            asked = "auto" if isinstance(next_tokens(folder, model, has_weights=has_weights), str) else "mtp"
+        draft = read_source(asked, model, folder, has_weights=has_weights) if embedder is None else None
         if draft is not None and asked != config.speculate and draft.model.num_heads % config.tp:
             draft = None  # The ranks cannot divide this head, and the user did not name it.
         drafts = config.num_draft_tokens * (draft is not None or config.speculate not in (None, "off"))
@@ -89,12 +92,18 @@ class Footprint:
         if m.quantization is not None and (device == "cuda" or m.quantization.layout == "packed"):
             bits = m.quantization.bits
         expert_bits = bits if device == "cuda" else 8 * item
-        weights = m.num_others * item + (m.num_projections * bits + m.num_expert_weights * expert_bits) // 8
+
+        def matrices(projections: int, experts: int, others: int) -> int:
+            return others * item + (projections * bits + experts * expert_bits) // 8
+
+        weights = matrices(m.num_projections, m.num_expert_weights, m.num_others)
         if config.quantization is not None and device == "cuda" and not m.tie_word_embeddings:
             weights -= m.vocab_size * m.hidden_size * (item - 1)  # the head has 8 bits: `HEAD_FORMAT`
         if checkpoint.draft is not None:
             page_bytes[FULL] += _page_bytes(checkpoint.draft.model, config, page_size, item)[FULL]
-            weights += checkpoint.draft.model.num_weights * item
+            d, experts = checkpoint.draft, checkpoint.draft.model.num_expert_weights
+            is_layer = bool(d.names)  # which is quantized as the model's are
+            weights += matrices(d.num_projections, experts, d.num_others) if is_layer else d.model.num_weights * item
         return cls(weights // config.tp, config.max_running_requests * row, tuple(page_bytes), page_size)
 
 

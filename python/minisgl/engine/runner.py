@@ -292,7 +292,8 @@ class EagerRunner:
             if self._draft_model is not None:
                 parts.state.apply(batch.page_writes, batch.row_states)
                 self._draft_model.read_prompts(plan)
-                self._draft_model.draft(plan, parts.drafting)
+                self._draft_model.draft(parts.drafting.asked(plan), parts.drafting)
+            parts.drafting.propose(plan)
         input_ids, batch, out_loc = parts.begin(batch)
         kept = batch if wanted is None else replace(batch, logit_tokens=wanted.kept)
         layers = () if self._draft_model is None else self._draft_model.layers

@@ -106,6 +106,42 @@ GROUPED: Final = ExpertFlags(
     shared_keys=("moe_intermediate_size", "n_shared_experts"),
 )
 
+
+class NextTokens(NamedTuple):
+    """The layer of a checkpoint that predicts the token after the next (multi-token prediction, arXiv:2412.19437).
+
+    count_key   the field of config.json for the number of these layers
+    names       beginnings of the checkpoint's names -> ours (`speculative/mtp.py`), the first that matches counts;
+                {} is the number of the model's layers
+    """
+
+    count_key: str
+    names: Mapping[str, str]
+
+
+DEEPSEEK_MTP: Final = NextTokens(
+    "num_nextn_predict_layers",
+    {
+        "model.layers.{}.enorm.": "embedding_norm.",
+        "model.layers.{}.hnorm.": "hidden_norm.",
+        "model.layers.{}.eh_proj.": "model.layers.0.join_proj.",
+        "model.layers.{}.shared_head.norm.": "norm.",
+        "model.layers.{}.shared_head.head.": "lm_head.",
+        "model.layers.{}.embed_tokens.": "model.embed_tokens.",
+        "model.layers.{}.": "model.layers.0.",
+    },
+)
+QWEN_MTP: Final = NextTokens(
+    "mtp_num_hidden_layers",
+    {
+        "mtp.pre_fc_norm_embedding.": "embedding_norm.",
+        "mtp.pre_fc_norm_hidden.": "hidden_norm.",
+        "mtp.fc.": "model.layers.0.join_proj.",
+        "mtp.norm.": "norm.",
+        "mtp.layers.0.": "model.layers.0.",
+    },
+)
+
 Norms = tuple[str | None, str | None, str | None, str | None]
 """The names of a layer's norms: before and after attention, before and after the MLP."""
 PRE: Final[Norms] = "input_layernorm", None, "post_attention_layernorm", None
@@ -152,6 +188,7 @@ class Family:
     has_gates_in_q       the gates are rows of q_proj, after those of q of each head
     has_linear           layers may have a recurrence instead of attention (`positions.read_linear_layers`)
     has_layer_tail       layers end as those of Gemma 4 (`models/gemma4.py: LayerTail`)
+    next_tokens          where a checkpoint has a layer that predicts the token after the next
     has_window_switch    these layers have a window only if `use_sliding_window` is true
     activation_key       the field of config.json for the MLP's activation
     refuses              fields of config.json that are supported only if they are null, false or absent
@@ -193,6 +230,7 @@ class Family:
     has_gates_in_q: bool = False
     has_linear: bool = False
     has_layer_tail: bool = False
+    next_tokens: NextTokens | None = None
     activation_key: str = "hidden_act"
     refuses: tuple[str, ...] = ()
     requires: Mapping[str, float | str] = field(default_factory=dict)
@@ -308,7 +346,9 @@ QWEN_NEXT: Final = Family(
         "linear_num_value_heads": 32,
         "shared_expert_intermediate_size": 512,
         "norm_topk_prob": True,
+        "mtp_num_hidden_layers": 1,
     },
+    next_tokens=QWEN_MTP,
     experts=ExpertFlags(
         dense="step",
         shared="shared_expert",
@@ -345,7 +385,9 @@ DEEPSEEK_3: Final = Family(
         "first_k_dense_replace": 3,
         "norm_topk_prob": True,
         "routed_scaling_factor": 2.5,
+        "num_nextn_predict_layers": 1,
     },
+    next_tokens=DEEPSEEK_MTP,
     experts=GROUPED,
 )
 FAMILIES: Final[Mapping[str, Family]] = MappingProxyType(
@@ -748,8 +790,10 @@ FAMILIES: Final[Mapping[str, Family]] = MappingProxyType(
                 "norm_topk_prob": True,
                 "first_k_dense_replace": 1,
                 "n_shared_experts": 1,
+                "num_nextn_predict_layers": 1,
             },
             experts=GROUPED,
+            next_tokens=DEEPSEEK_MTP,
         ),
         "SolarOpenForCausalLM": Family(
             o_bias=False,

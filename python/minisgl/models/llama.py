@@ -152,12 +152,14 @@ class LlamaModel:
         # `logit_tokens` is ascending, so equal lengths mean all tokens.
         keep = logit_tokens if len(logit_tokens) != len(input_ids) else None
         last = len(self.layers) - 1
+        own_keep = None if last in ctx.taps else keep
         for i, layer in enumerate(self.layers):
             own = None if inputs is None else inputs[i]
-            stream = layer.forward(stream, ctx, keep if i == last else None, own)
+            stream = layer.forward(stream, ctx, own_keep if i == last else None, own)
             if i in ctx.taps:
-                ctx.taps[i] = self.norm.sum_add(stream.each(torch.Tensor.clone))[1]
-        return stream
+                normed, total = self.norm.sum_add(stream.each(torch.Tensor.clone))
+                ctx.taps[i] = normed if i == last else total
+        return stream if keep is own_keep else stream.at(logit_tokens)
 
 
 class LlamaForCausalLM:

@@ -86,9 +86,9 @@ class ModelConfig:
     `embedding_scale` and `logit_scale` multiply embeddings and logits. Scores and logits have a limit `softcap` and
     `logit_softcap`, or none if it is 0. `query_scaling` is (beta, original length) of `layers/rotary.py: query_scales`.
     Each layer of Gemma 4 may have an embedding of `layer_input_size` of its own, for `layer_input_vocab` tokens; 0:
-    none. `output_gate` is that of attention: for each "head" or "element"; "" for none. `linear_layers` have a
-    recurrent state (`linear`) instead of attention, in float32 unless `has_narrow_state`. What the last `recent` tokens
-    add is apart.
+    none. `output_gate` is that of attention: for each "head" or "element"; "" for none. Of `num_next_tokens` layers
+    that predict the token after the next, a drafter uses the first. `linear_layers` have a recurrent state (`linear`)
+    instead of attention, in float32 unless `has_narrow_state`. What the last `recent` tokens add is apart.
     With `latent`, attention reads latents, and the heads of `layers` are only the parts that rotate.
     """
 
@@ -125,6 +125,7 @@ class ModelConfig:
     is_text_part: bool = False  # of a multimodal model, whose other parts are not loaded
     is_interleaved: bool = False  # RoPE rotates adjacent elements of a head as they are stored
     is_rounded: bool = False  # the file has fewer than 16 bits for a weight, in a format that no device keeps
+    num_next_tokens: int = 0
     linear: LinearConfig | None = None
     linear_layers: frozenset[int] = frozenset()
     recent: int = 20
@@ -196,6 +197,27 @@ class ModelConfig:
         """The largest window of layers that give pages back; None without such layers."""
         windows = [window for window in self.windows if window is not None]
         return max(windows) if self.gives_back and 0 < len(windows) < self.num_layers else None
+
+    def next_tokens_layer(self) -> ModelConfig:
+        """Return the configuration of the layer that predicts the token after the next, as of a model of one layer.
+
+        It attends to all tokens, as the last layer that does, and has experts if the last layer has.
+        """
+        full = (i for i, window in enumerate(self.windows) if window is None and i not in self.linear_layers)
+        like = max(full, default=self.num_layers - 1)
+        experts = self.experts
+        if experts is not None:
+            is_dense = self.num_layers - 1 in experts.dense_layers
+            experts = replace(experts, dense_layers=frozenset({0} if is_dense else ()))
+        return replace(
+            self,
+            layers=(self.layers[like]._replace(kv_of=None),),
+            windows=(None,),
+            layers_without_rope=frozenset({0} if like in self.layers_without_rope else ()),
+            experts=experts,
+            linear=None,
+            linear_layers=frozenset(),
+        )
 
     @property
     def num_weights(self) -> int:
@@ -322,6 +344,7 @@ class ModelConfig:
             linear_layers=linear_layers,
             quantization=read_quantization(config),
             is_text_part=is_text_part,
+            num_next_tokens=0 if family.next_tokens is None else count(config, family.next_tokens.count_key),
             is_interleaved=_flag(config, "rope_interleave" if "rope_interleave" in config else family.is_interleaved),
             is_rounded=_flag(config, "is_rounded"),
             latent=latent,

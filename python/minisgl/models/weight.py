@@ -19,7 +19,7 @@ from contextlib import ExitStack
 from dataclasses import dataclass, replace
 from itertools import chain
 from pathlib import Path
-from typing import TYPE_CHECKING, Final
+from typing import TYPE_CHECKING, Final, Protocol, TypeVar
 
 import torch
 from safetensors import SafetensorError, safe_open
@@ -47,6 +47,15 @@ _log = logging.getLogger(__name__)
 
 Progress = Callable[[int, int], None]
 """Called by any thread as loading proceeds, with (bytes loaded, bytes to load)."""
+
+
+class HasParameters(Protocol):
+    """Layers as the loader sees them."""
+
+    parameters: tuple[Parameter, ...]
+
+
+Loaded = TypeVar("Loaded", bound=HasParameters)
 
 FLOATS: Final = {"F64": 8, "F32": 4, "F16": 2, "BF16": 2}  # bytes of an element, by the file format's name of a dtype
 
@@ -113,9 +122,29 @@ def load_model(
         from minisgl.models.fallback import load_fallback  # imports transformers
 
         return load_fallback(folder, config, Builder(ops, dtype, device.torch_device), dummy=dummy)
+    options = dtype, device, ops, dummy, progress, comm, target_format, supports_format
+    return load_layers(LlamaForCausalLM, folder, config, *options)
 
-    def build(format_of: Callable[[str], Format | None]) -> LlamaForCausalLM:
-        return LlamaForCausalLM(Builder(ops, dtype, device.torch_device, comm, format_of), config)
+
+def load_layers(
+    kind: Callable[[Builder, ModelConfig], Loaded],
+    folder: Path,
+    config: ModelConfig,
+    dtype: torch.dtype,
+    device: Device,
+    ops: OpTable,
+    dummy: bool,
+    progress: Progress | None,
+    comm: Communicator,
+    target_format: Format | None,
+    supports_format: Callable[[Format], bool],
+    names: Mapping[str, str] | None = None,
+) -> Loaded:
+    """Do what `load_model` does for any `kind` of layers. With `names`, beginnings of the checkpoint's names -> ours,
+    only tensors with such a name are loaded."""
+
+    def build(format_of: Callable[[str], Format | None]) -> Loaded:
+        return kind(Builder(ops, dtype, device.torch_device, comm, format_of), config)
 
     def target_of(name: str) -> Format | None:
         if target_format is not None and name == HEAD and supports_format(HEAD_FORMAT):
@@ -133,7 +162,9 @@ def load_model(
     with ExitStack() as stack:
         flags = None if config.experts is None else config.experts.flags
         stored = open_checkpoint(files, stack, config.quantization, flags)
-        if config.is_text_part:
+        if names is not None:
+            stored = _selected(stored, names)
+        elif config.is_text_part:
             stored = text_part(stored, logs=comm.info.rank == 0)
 
         def stored_format(name: str) -> Format | None:
@@ -144,19 +175,27 @@ def load_model(
         model = build(stored_format)
         _check_target_format(model.parameters, target_format)
         ignored = {HEAD} if config.tie_word_embeddings else set()
+        ignored |= {HEAD, EMBEDDING} if names is not None else set()  # those of the model
         readers = [i for i, sizes in enumerate(config.layers) if sizes.kv_of is not None]
         own = ("k_proj", "v_proj", "k_norm", "v_norm")  # of layers that read another's keys and values
         ignored |= {f"model.layers.{i}.self_attn.{module}.weight" for i in readers for module in own}
         parameters, logs = model.parameters, comm.info.rank == 0
         if files[0].suffix == ".gguf":
             if logs:
-                held = str(dtype).removeprefix("torch.") + f" and {model.quantization}" * (target_format is not None)
+                rounded_to = {str(p.tensor.format) for p in parameters if isinstance(p.tensor, Quantized)}
+                held = " and ".join([str(dtype).removeprefix("torch."), *sorted(rounded_to)])
                 size = sum(p.tensor.nbytes for p in parameters) / 1e9
                 _log.info("GGUF tensors in %s are held in %s: %.2f GB", kinds(stored), held, size)
             stored = renamed(stored, parameters, hf.load_config(folder)["model_type"], config.num_layers)
             parameters = tuple(replace(p, offset=0.0) for p in parameters)  # the stored norms have it
         fill(stored, parameters, ignored, device, progress, rounding=ops.rounded, logs=logs)
     return model
+
+
+def _selected(stored: dict[str, Stored], names: Mapping[str, str]) -> dict[str, Stored]:
+    """Return the tensors whose names begin as one of `names`, renamed."""
+    firsts = [(name, next((old for old in names if name.startswith(old)), None)) for name in stored]
+    return {names[old] + name.removeprefix(old): stored[name] for name, old in firsts if old is not None}
 
 
 def _check_target_format(parameters: tuple[Parameter, ...], target: Format | None) -> None:

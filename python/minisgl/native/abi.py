@@ -67,13 +67,16 @@ MODEL_SPEC: Final[_Fields] = (
     ("int32_t*", "last_token"),  # this and the following are [rows]
     ("Row*", "rows"),
     ("int32_t*", "lengths drafts"),  # of `Drafting`, or null
-    ("void*", "target"),  # of a draft model: the model whose tokens it drafts; the fields below: of an EAGLE-3 head
-    ("Packed", "fc"),  # [hidden, TAPS * hidden], in 8 bits
-    ("const float*", "hidden_norm"),
-    ("const int64_t*", "draft_ids taps"),  # [head's rows] token ids, [TAPS] layers of the target
+    (
+        "void*",
+        "target",
+    ),  # of a draft model: the model whose tokens it drafts; the fields below: of a head on its hidden states
+    ("Packed", "fc"),  # [hidden, num_taps * hidden] in 8 bits; with an embedding_norm [hidden, 2 * hidden]
+    ("const float*", "embedding_norm hidden_norm"),  # without the first, it is the layer's input_norm, as in EAGLE-3
+    ("const int64_t*", "draft_ids taps"),  # [head's rows] token ids, or null; [num_taps] layers of the target
+    ("int64_t", "num_taps"),
 )
 ACTIVATIONS: Final = ("silu", "gelu_tanh", "gelu", "relu2", "clamped", "sigmoid", "softplus")
-TAPS: Final = 3
 STEP_PLAN: Final[_Fields] = (  # the arrays of a `core.BatchPlan`
     ("const Slot*", "slots"),
     ("const int32_t*", "tokens"),
@@ -136,7 +139,7 @@ def _header() -> Iterator[str]:
     yield f"enum Flag : int32_t {{ {', '.join(f'k{_camel(name)} = {value}' for name, value in flags.items())} }};"
     yield ""
     yield f"enum Activation : int64_t {{ {', '.join('k' + _camel(name) for name in ACTIVATIONS)} }};"
-    yield f"constexpr int kMaxDrafts = {MAX_DRAFTS}, kProposed = {PROPOSED}, kTaps = {TAPS};"
+    yield f"constexpr int kMaxDrafts = {MAX_DRAFTS}, kProposed = {PROPOSED};"
     yield ""
     yield "// Records of a plan: 32-bit words, without padding."
     yield "#pragma pack(push, 4)"

@@ -18,7 +18,7 @@ from minisgl.core.plan import BatchPlan, StepResult
 from minisgl.core.rounding import round_up
 from minisgl.core.specs import GroupedQuery
 from minisgl.engine.batch import make_sampling
-from minisgl.engine.draft_model import SAMPLED_ALIKE, DraftModel, Eagle3, draft_spec, drafted_rows
+from minisgl.engine.draft_model import SAMPLED_ALIKE, DraftModel, HeadModel, draft_spec, drafted_rows
 from minisgl.engine.pooling import base_runner
 from minisgl.engine.runner import ForwardOutput
 from minisgl.layers.linear import LayerNorm
@@ -31,7 +31,7 @@ from minisgl.ops.quantized import INT8, Format, Quantized, data_and_scale
 from minisgl.ops.sampling import rows_per_pass
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator
+    from collections.abc import Iterator, Sequence
 
     import numpy.typing as npt
     from torch import Tensor
@@ -41,9 +41,11 @@ if TYPE_CHECKING:
     from minisgl.engine.config import EngineSpec
     from minisgl.engine.drafting import Drafting
     from minisgl.engine.runner import Parts, Runner
+    from minisgl.layers.builder import Parameter
     from minisgl.layers.linear import Linear, Norm
     from minisgl.models.attention import Attention
     from minisgl.models.gemma4 import LayerTail
+    from minisgl.models.llama import DecoderLayer
     from minisgl.models.model_config import ModelConfig
 
 _log = logging.getLogger("minisgl.native")
@@ -71,7 +73,7 @@ def refusal(spec: EngineSpec) -> str | None:
     if spec.draft is not None and (reason := refusal(draft_spec(spec))) is not None:
         return f"the drafter's {reason}"
     step = INT8.group if spec.quantization else LANES
-    has_head = spec.draft is not None and spec.draft.kind == "eagle3"  # which reads hidden states in 8 bits
+    has_head = spec.draft is not None and spec.draft.kind != "draft"  # which reads hidden states in 8 bits
     sizes = [("hidden_size", m.hidden_size, INT8.group if has_head else step)]
     sizes.append(("hidden_size_per_layer_input", m.layer_input_size, LANES))
     e = m.experts
@@ -104,17 +106,25 @@ class NativeModel:
     """
 
     def __init__(
-        self, parts: Parts, spec: EngineSpec, library: NativeLibrary, eagle: Eagle3 | None = None, **fields: int | None
+        self,
+        parts: Parts,
+        spec: EngineSpec,
+        library: NativeLibrary,
+        head: HeadModel | None = None,
+        **fields: int | None,
     ) -> None:
-        """Load the model of `parts`, or the head `eagle`. `fields` are further fields of `ModelSpec`."""
+        """Load the model of `parts`, or a head. `fields` are further fields of `ModelSpec`."""
         self._library = library
         self._vocab_size = parts.model.config.vocab_size
         self._kept: list[Any] = []  # keeps alive what the library has addresses of, besides the weights
         self._matrices: list[tuple[Packed, Any]] = []  # what the library reads, and the weights to pack for it
-        if eagle is None:
+        if head is None:
             model, to_round = self._model(parts, spec, fields)
         else:
-            model, to_round = self._eagle(eagle, fields)
+            self._kept.append(torch.tensor(head.layers))
+            fields |= {"taps": self._kept[-1].data_ptr(), "num_taps": len(head.layers)}
+            load = self._next_tokens if head.head.draft_ids is None else self._eagle
+            model, to_round = load(head, fields)
         pack_weights([weight for _, weight in self._matrices], to_round, library)
         for packed, weight in self._matrices:
             if any(weight is rounded for rounded in to_round):
@@ -135,13 +145,7 @@ class NativeModel:
         """Return the model's `ModelSpec` and the weights to round to 8 bits."""
         model: Any = parts.model
         decoder, embedding, head = model.model, model.model.embed_tokens, model.lm_head
-        whole = {_data(p.tensor).data_ptr(): p.tensor for p in model.parameters}
-        for layer in decoder.layers:
-            mlp = layer.mlp.experts if isinstance(layer.mlp, BesideMLP) else layer.mlp
-            if isinstance(mlp, SparseMLP):  # views would keep the memory of weights that have been packed
-                gate_up, down = (whole[_data(w).data_ptr()] for w in mlp.weights[:2])
-                mlp.weights = mlp.weights._replace(gate_up=gate_up, down=down)
-        layers = [(x.self_attn, x.mlp, x.norms, x.tail) for x in decoder.layers]
+        layers = self._layers(decoder.layers, model.parameters)
         fields |= {"is_tied": head.weight is embedding.weight, "embedding": embedding.weight.data_ptr()}
         fields |= {"embedding_scale": embedding.scale}
         result = self._spec(parts, spec, layers, head, decoder.norm, fields)
@@ -152,11 +156,29 @@ class NativeModel:
             self._linear(result.input_projection, inputs.projection)
         return result, [head.weight] if spec.quantization else []
 
-    def _eagle(self, eagle: Eagle3, fields: dict[str, Any]) -> tuple[ModelSpec, list[Any]]:
+    def _layers(self, layers: Sequence[DecoderLayer], parameters: tuple[Parameter, ...]) -> list[Any]:
+        """Return (attention, MLP, four norms, what follows them) of each layer."""
+        whole = {_data(p.tensor).data_ptr(): p.tensor for p in parameters}
+        for layer in layers:
+            mlp = layer.mlp.experts if isinstance(layer.mlp, BesideMLP) else layer.mlp
+            if isinstance(mlp, SparseMLP):  # views would keep the memory of weights that have been packed
+                gate_up, down = (whole[_data(w).data_ptr()] for w in mlp.weights[:2])
+                mlp.weights = mlp.weights._replace(gate_up=gate_up, down=down)
+        return [(x.self_attn, x.mlp, x.norms, x.tail) for x in layers]
+
+    def _next_tokens(self, model: HeadModel, fields: dict[str, Any]) -> tuple[ModelSpec, list[Any]]:
+        """Leave the head to the library, which has packed the target's."""
+        own: Any = model.head
+        fields |= {"embedding_norm": self._norm(own.embedding_norm), "hidden_norm": self._norm(own.hidden_norm)}
+        result = self._spec(model.parts, model.spec, self._layers([own.layer], own.parameters), None, own.norm, fields)
+        self._linear(result.fc, own.fc)
+        return result, []
+
+    def _eagle(self, eagle: HeadModel, fields: dict[str, Any]) -> tuple[ModelSpec, list[Any]]:
         """Round the matrices to 8 bits if possible: reading 16 bits costs more time than worse drafts do."""
-        head = eagle.head
-        self._kept += [head.draft_ids, torch.tensor(eagle.layers)]
-        fields["draft_ids"], fields["taps"] = (tensor.data_ptr() for tensor in self._kept[-2:])
+        head: Any = eagle.head
+        self._kept.append(head.draft_ids)
+        fields["draft_ids"] = head.draft_ids.data_ptr()
         fields["hidden_norm"] = self._norm(head.hidden_norm)
         layer = head.attention, head.mlp, (head.embedding_norm, None, head.mlp_norm, None), None
         result = self._spec(eagle.parts, eagle.spec, [layer], head.lm_head, head.norm, fields)
@@ -246,7 +268,7 @@ class NativeModel:
         return self._float(weight[: attention.q_size]), self._float(weight[attention.q_size :])
 
     def _spec(
-        self, parts: Parts, spec: EngineSpec, layers: list[Any], head: Linear, norm: Norm, fields: dict[str, Any]
+        self, parts: Parts, spec: EngineSpec, layers: list[Any], head: Linear | None, norm: Norm, fields: dict[str, Any]
     ) -> ModelSpec:
         """Return the model's `ModelSpec` without addresses of matrices.
 
@@ -305,7 +327,8 @@ class NativeModel:
             sizes |= {"is_sigmoid": e.flags.scoring == "sigmoid", "normalises": e.normalise, "expert_scale": e.scale}
             sizes["router_cap"] = e.softcap
         result = ModelSpec(**(sizes | fields))
-        self._linear(result.head, head)
+        if head is not None:
+            self._linear(result.head, head)
         return result
 
 
@@ -347,7 +370,7 @@ class NativeRunner:
         self.parts.penalties.apply(plan.penalties, masks)
         call = _step_plan(plan, masks)
         if self._drafter is not None and plan.has_drafts:
-            self._drafter.run(plan, call)
+            self._drafter.run(plan)
         if len(plan.prompt_logprob_ids):
             out = self._with_prompt_logprobs(plan)
         else:
@@ -443,11 +466,13 @@ class _Drafter:
         self._draft = model
         self._library = library
         self._device = device
-        eagle = model if isinstance(model, Eagle3) else None
-        self._model = NativeModel(model.parts, model.spec, library, eagle, **fields)
+        head = model if isinstance(model, HeadModel) else None
+        self._model = NativeModel(model.parts, model.spec, library, head, **fields)
 
-    def run(self, plan: BatchPlan, call: StepPlan) -> None:
-        """Draft tokens for the slots with DRAFTS, whose pages are allocated."""
+    def run(self, plan: BatchPlan) -> None:
+        """Draft tokens for the slots with DRAFTS, whose pages are allocated. The step applies proposals."""
+        plan = self._drafting.asked(plan)
+        call = _step_plan(plan)
         is_special, number = bool((plan.sampled_flags & SAMPLED_ALIKE).any()), 0
         while self._library.draft(self._model.handle, byref(call), number):
             if is_special:

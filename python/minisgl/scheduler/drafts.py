@@ -79,7 +79,7 @@ class Drafts:
     ) -> None:
         """A row drafts `max_drafts` tokens by `kind` of drafter; with auto, as many of them as pay by `costs`.
 
-        A drafter with a model (draft:PATH, or a head that auto found) has drafts after every prompt, and reads one
+        A drafter with a model (mtp, draft:PATH, or a head that auto found) has drafts after every prompt, and reads one
         token after a chunk of it.
         `constrain` returns as many of a request's drafts as its grammar allows, or those that it forces, and whether
         they are forced. `is_async`: as of the engine.
@@ -96,7 +96,7 @@ class Drafts:
         self._asks_tree = kind in ("auto", "tree")
         # Where the host is the device, it looks up at the price of a few array operations, before a slot has DRAFTS.
         self._looks_up = kind in ("auto", "ngram") and not is_async
-        self._has_model = ":" in kind or bool(self._costs.proposed)
+        self._has_model = ":" in kind or kind == "mtp" or bool(self._costs.proposed)
         self._asks_device = kind != "tree" and (self._has_model or not self._looks_up)
         self._is_shared = self._adapts and self._asks_device  # the pause
         self._resumes_at = 0  # of rows that begin, where it is

@@ -269,12 +269,13 @@ class EngineConfig(Settings):
     speculate: str | None = option(
         None,
         "speculative decoding, which never changes a text; drafts come from: ngram = earlier occurrences of the last "
-        "tokens in the request, tree = the prefix cache, auto = both, as far as they pay, and on a CPU a draft head in "
-        "the model's folder, draft:PATH = a smaller model with the same vocabulary, eagle3:PATH = an EAGLE-3 head; "
+        "tokens in the request, tree = the prefix cache, mtp = the checkpoint's own layer for this, auto = all of "
+        "these, as far as they pay, and on a CPU a draft head in the model's folder, draft:PATH = a smaller model "
+        "with the same vocabulary, eagle3:PATH = an EAGLE-3 head; "
         "default = auto on a CPU if the model has a draft head, else off",
         aliases=("speculative_algorithm", "spec_method"),
-        choices=("off", "auto", "ngram", "tree", "draft:PATH", "eagle3:PATH"),
-        words={"NGRAM": "ngram", "none": "off"},
+        choices=("off", "auto", "ngram", "tree", "mtp", "draft:PATH", "eagle3:PATH"),
+        words={"NGRAM": "ngram", "NEXTN": "mtp", "none": "off"},
     )
     num_draft_tokens: int = option(
         4,

@@ -47,7 +47,7 @@ class Eagle3Head:
         self.lm_head = Linear(builder, {"lm_head": shard}, c.hidden_size, bias=False)
         self.parameters, self.states = tuple(builder.parameters), tuple(builder.states)
         self.mixers = tuple(builder.mixers)
-        self.draft_ids = torch.arange(c.vocab_size, device=builder.device)
+        self.draft_ids: Tensor = torch.arange(c.vocab_size, device=builder.device)
 
     def load(self, source: DraftSource, vocab_size: int, device: Device, dummy: bool) -> None:
         """Fill the weights from the published layout. Raise `ConfigError` naming what does not fit."""

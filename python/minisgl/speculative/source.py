@@ -1,8 +1,9 @@
-"""Reads a draft model's config.json and checks that it fits the target model. Imports no torch."""
+"""Finds the model or layer that drafts, and checks that it fits the target model. Imports no torch."""
 
 from __future__ import annotations
 
-from dataclasses import dataclass, replace
+from collections.abc import Mapping
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any, Final
 
@@ -17,16 +18,29 @@ HEAD_FOLDER: Final = "head"  # in a model's folder: an EAGLE-3 head that ships w
 
 @dataclass(frozen=True, slots=True)
 class DraftSource:
-    """A draft model or head: its `kind` ("draft" or "eagle3"), the folder with its weights, and its configuration.
+    """A draft model or head: its `kind` ("draft", "eagle3" or "mtp"), the folder with its weights, its configuration.
 
     A head's `model` describes its one layer, with the draft vocabulary. `layers` are the target's layers whose outputs
-    the head reads.
+    the head reads. `names` are beginnings of names in the checkpoint -> ours, for a layer in the target's own.
     """
 
     kind: str
     folder: Path
     model: ModelConfig
     layers: tuple[int, ...] = ()
+    names: Mapping[str, str] = field(default_factory=dict)
+
+    @property
+    def num_others(self) -> int:
+        """As of a `ModelConfig`; a layer of the checkpoint has no embedding and head of its own."""
+        m = self.model
+        shared = (1 if m.tie_word_embeddings else 2) * m.vocab_size if self.names else 0
+        return m.num_others - shared * m.hidden_size
+
+    @property
+    def num_projections(self) -> int:
+        """As of a `ModelConfig`, with the projection that joins embedding and hidden state."""
+        return self.model.num_projections + (2 * self.model.hidden_size**2 if self.names else 0)
 
 
 def has_head(folder: Path) -> bool:
@@ -37,11 +51,36 @@ def has_head(folder: Path) -> bool:
     return hf.load_config(path).get("architectures") == [HEAD_ARCHITECTURE]
 
 
-def read_source(asked: str, target: ModelConfig) -> DraftSource | None:
-    """Read the model that `--speculate KIND:PATH` names; None for a drafter without a model.
+def next_tokens(folder: Path, target: ModelConfig, *, has_weights: bool) -> DraftSource | str:
+    """Return the layer of the checkpoint in `folder` that predicts the token after the next, or why there is none.
 
-    Raise `ConfigError` if PATH is not a model folder, or does not fit the model `target`.
+    Without weights, config.json says whether the checkpoint has the layer.
     """
+    where = target.family.next_tokens
+    if where is None or target.is_fallback:
+        return f"no layer of {target.architecture:.60} that predicts further tokens is known"
+    if not target.num_next_tokens:
+        return f"by {where.count_key} in config.json, the checkpoint has no layer that predicts further tokens"
+    names = {old.format(target.num_layers): new for old, new in where.names.items()}
+    first = next(iter(names))
+    files = hf.weight_files(folder) if has_weights else []
+    if has_weights and not any(
+        first.removeprefix("model.") in full for file in files for full in hf.tensor_names(file)
+    ):
+        return f"the files in {folder} lack {first}*, so this copy has no layer that predicts further tokens"
+    return DraftSource("mtp", folder, target.next_tokens_layer(), (target.num_layers - 1,), names)
+
+
+def read_source(asked: str, target: ModelConfig, folder: Path, *, has_weights: bool) -> DraftSource | None:
+    """Read the model that `--speculate` names for the model `target` in `folder`; None for a drafter without a model.
+
+    Raise `ConfigError` for `mtp` without such a layer, or a PATH that is no model folder or does not fit the target.
+    """
+    if asked == "mtp":
+        found = next_tokens(folder, target, has_weights=has_weights)
+        if isinstance(found, str):
+            raise ConfigError(f"--speculate mtp: {found}")
+        return found
     kind, _, path = asked.partition(":")
     if not path:
         return None

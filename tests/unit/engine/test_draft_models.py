@@ -242,16 +242,11 @@ def trained(folder: Path, tmp_path_factory: pytest.TempPathFactory) -> tuple[Pat
     return write(path / "model", MODEL, weights), write(path / "head", HEAD, head), head
 
 
-@pytest.mark.parametrize("step", [*STEPS, PAUSED])
-@pytest.mark.parametrize("page_size", [1, 16, 128])
-def test_a_head_drafts_what_its_formulas_say(
-    trained: tuple[Path, Path, dict[str, Tensor]], page_size: int, step: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """Also after prompts of several chunks, beside other rows, and with some drafts accepted and some not."""
-    model, path, weights = trained
+def seen_drafts(monkeypatch: pytest.MonkeyPatch) -> list[tuple[list[int], list[int]]]:
+    """Return a list to which each step appends the text of each row that drafts, and its drafts."""
     seen: list[tuple[list[int], list[int]]] = []
     texts: dict[int, list[int]] = {}
-    complete, run_cpp, load_eagle = Drafting.complete, NativeRunner._run, NativeModel._eagle
+    complete, run_cpp = Drafting.complete, NativeRunner._run
 
     def spy(drafting: Drafting, batch: Any) -> Any:
         columns = batch.drafts
@@ -278,6 +273,17 @@ def test_a_head_drafts_what_its_formulas_say(
 
     monkeypatch.setattr(Drafting, "complete", spy)
     monkeypatch.setattr(NativeRunner, "_run", spy_cpp)
+    return seen
+
+
+@pytest.mark.parametrize("step", [*STEPS, PAUSED])
+@pytest.mark.parametrize("page_size", [1, 16, 128])
+def test_a_head_drafts_what_its_formulas_say(
+    trained: tuple[Path, Path, dict[str, Tensor]], page_size: int, step: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Also after prompts of several chunks, beside other rows, and with some drafts accepted and some not."""
+    model, path, weights = trained
+    seen, load_eagle = seen_drafts(monkeypatch), NativeModel._eagle
 
     def load_nearly_whole(*args: Any) -> tuple[Any, list[Tensor]]:
         spec, rounded = load_eagle(*args)
@@ -449,7 +455,7 @@ def test_a_head_needs_its_draft_vocabulary(trained: tuple[Path, Path, dict[str, 
 @pytest.mark.parametrize("asked", ["draft", "draft:", "eagle3", "crystal:/ball"])
 def test_a_path_is_needed(asked: str) -> None:
     with pytest.raises(
-        ConfigError, match=f"speculate='{asked}' is not one of off, auto, ngram, tree, draft:PATH, eagle3:PATH"
+        ConfigError, match=f"speculate='{asked}' is not one of off, auto, ngram, tree, mtp, draft:PATH, eagle3:PATH"
     ):
         build_config(EngineConfig, {"speculate": asked})
 

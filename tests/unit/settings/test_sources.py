@@ -221,7 +221,9 @@ def test_flags_of_other_engines_set_the_drafter() -> None:
     ):
         engine = parse_args(flags).scheduler.engine
         assert (engine.speculate, engine.num_draft_tokens) == ("ngram", 3)
-    with pytest.raises(ConfigError, match="'EAGLE3' is not one of off, auto, ngram, tree, draft:PATH, eagle3:PATH"):
+    with pytest.raises(
+        ConfigError, match="'EAGLE3' is not one of off, auto, ngram, tree, mtp, draft:PATH, eagle3:PATH"
+    ):
         parse_args(["--speculative-algorithm", "EAGLE3"])
 
 

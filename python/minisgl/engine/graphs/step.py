@@ -153,13 +153,17 @@ class CapturedRunner:
     def _draft(self, plan: BatchPlan) -> Callable[[Tensor], None]:
         """Run the drafter's model before a step. Return what runs it after the step, given the sampled columns."""
         parts, model, drafting = self.parts, self._model, self.parts.drafting
-        if model is None or drafting is None or not (plan.has_drafts or len(plan.tokens)):
+        if drafting is None:
+            return lambda out: None
+        if model is None or not (plan.has_drafts or len(plan.tokens)):
+            drafting.propose(plan)
             return lambda out: None
         batch = make_batch(plan, parts.device)
         parts.state.apply(batch.page_writes, batch.row_states)
         model.read_prompts(plan)
         if plan.has_drafts:
-            self._drafts.draft(plan)
+            self._drafts.draft(drafting.asked(plan))
+        drafting.propose(plan)
         input_ids, batch, _ = parts.begin(batch)
         states = [self._states[layer][: len(input_ids)] for layer in model.layers]
         return torch.inference_mode()(lambda out: model.extend(batch, input_ids, states, out, drafting))

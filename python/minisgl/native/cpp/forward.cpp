@@ -34,7 +34,8 @@ Weight<T> rows_from(const Weight<T>& weight, int64_t first) {
 }
 
 // K/V are T or 8-bit floats; an untied embedding is T. A drafter is a decoder with a `target`: a model of the same vocabulary or, with
-// `fc`, the layer of EAGLE-3 (see speculative/eagle3.py).
+// `fc`, a layer on the target's hidden states: that of EAGLE-3 (speculative/eagle3.py) or, with an `embedding_norm`, one of the
+// checkpoint (speculative/mtp.py), which joins them with embeddings first and has the target's head.
 template <class T>
 class Decoder : public Model {
     using X = typename Dot<T>::X;
@@ -63,7 +64,7 @@ class Decoder : public Model {
     struct Sample {  // a token that is sampled, and the position that it will have
         int64_t row, position, flags;
     };
-    // Tokens of a row from `first` on that the target has computed, but the drafter has not. An EAGLE-3 layer reads
+    // Tokens of a row from `first` on that the target has computed, but the drafter has not. A head reads
     // `states`, the target's outputs for each in 8 bits; after the last known token it reads its own output, `hidden`.
     struct Backlog {
         int64_t first = 0;
@@ -97,9 +98,10 @@ class Decoder : public Model {
                                {(const float*)w.router.data, w.router.rows, w.router.cols, w.router.bias}, w,
                                q, (w.qkv.rows - q) / 2});
         }
+        joins_first_ = s_.embedding_norm != nullptr;
         scratch_.assign(pool_.size(), {query_rows_, dim});
-        head_ = weight<T>(s_.head), fc_ = {(const Int8*)s_.fc.data, s_.fc.rows, s_.fc.cols};
-        input_projection_ = weight<T>(s_.input_projection), state_size_ = ahead_ * kTaps * s_.hidden / kGroup;
+        head_ = joins_first_ ? target_->head_ : weight<T>(s_.head), fc_ = weight<T>(s_.fc);
+        input_projection_ = weight<T>(s_.input_projection), state_size_ = s_.num_taps * s_.hidden / kGroup;
         ld_hidden_ = (1 + ahead_) * s_.hidden + kPadding, ld_q_ = q_size_ + kPadding;
         if (target_) target_->drafter_ = this;
     }
@@ -291,8 +293,10 @@ class Decoder : public Model {
     void slice() {
         int64_t m = (int64_t)ids_.size();
         grow(m);
-        if (!states_.empty()) linear<T>(pool_, fc_, states_.data(), state_size_, {{0, m}}, x_.data(), s_.hidden, false);
+        if (!states_.empty() && !joins_first_)
+            linear<T>(pool_, std::get<Matrix<Int8>>(fc_), states_.data(), state_size_, {{0, m}}, x_.data(), s_.hidden, false);
         for_each_token(m, [&](int64_t t) { begin(t); });
+        if (joins_first_) multiply(fc_, normed_, ld_hidden_, m, x_.data(), s_.hidden, false);
         if (s_.input_size > 0) begin_inputs(m);
         std::vector<int64_t> kept;
         const int64_t first_sample = (int64_t)sampled_.size();
@@ -305,14 +309,15 @@ class Decoder : public Model {
                 }
         const int64_t inputs = s_.layers * s_.input_size;
         for (const Layer& layer : layers_) {
-            if (!ahead_) norm_before(layer.w.input_norm, m);
-            const int64_t skipped = &layer == &layers_.back() && kept.empty() ? layer.q_size : 0;
+            if (!ahead_ || joins_first_) norm_before(layer.w.input_norm, m);
+            const bool is_cut = &layer == &layers_.back() && !taps_last();
+            const int64_t skipped = is_cut && kept.empty() ? layer.q_size : 0;
             multiply(skipped ? layer.kv : layer.qkv, normed_, ld_hidden_, m, qkv_.data() + skipped, qkv_size_, false);
             rotate_and_store(layer, m, skipped ? 0 : layer.q_size);
             if (skipped) m = 0;
             if (m == 0) break;
             attention(layer);
-            if (&layer == &layers_.back()) {  // only tokens with logits are still needed
+            if (is_cut) {  // only tokens with logits are still needed
                 m = (int64_t)kept.size();
                 for (int64_t i = 0; i < m; ++i) {
                     memmove(&x_[i * s_.hidden], &x_[kept[i] * s_.hidden], s_.hidden * sizeof(float));
@@ -335,8 +340,15 @@ class Decoder : public Model {
             if (layer.w.output_scale != 1.0) scale(m, (float)layer.w.output_scale);
             if (drafter_ && drafter_->ahead_) tap(&layer - layers_.data(), m);
         }
-        for (int64_t i = 0; ahead_ && i < m; ++i)
-            backlog(sampled_[first_sample + i].row).hidden.assign(&x_[i * s_.hidden], &x_[i * s_.hidden] + s_.hidden);
+        if (taps_last()) {
+            m = (int64_t)kept.size();
+            for (int64_t i = 0; i < m; ++i) memmove(&x_[i * s_.hidden], &x_[kept[i] * s_.hidden], s_.hidden * sizeof(float));
+        }
+        for (int64_t i = 0; ahead_ && i < m; ++i) {
+            std::vector<float>& hidden = backlog(sampled_[first_sample + i].row).hidden;
+            hidden.resize(s_.hidden);
+            norm(&x_[i * s_.hidden], joins_first_ ? s_.final_norm : nullptr, s_.hidden, s_.eps, false, hidden.data());
+        }
         norm_before(s_.final_norm, m);
         compute_logits(first_sample, m);
         token = 0;
@@ -346,17 +358,23 @@ class Decoder : public Model {
         ids_.clear(), positions_.clear(), rows_.clear(), slice_.clear(), states_.clear();
     }
 
-    // The input of token `t`: its embedding; for a layer of EAGLE-3, the next token's embedding and hidden states.
+    // The input of token `t`: its embedding; for a head, the next token's embedding and hidden states.
     void begin(int64_t t) {
         float* x = &x_[t * s_.hidden];
         if (!ahead_) return embed(ids_[t], x);
         float* embedded = &embedded_[t * s_.hidden];
         if (states_.empty()) std::copy_n(backlogs_[rows_[t]].hidden.data(), s_.hidden, x);
+        for (int64_t k = 0; joins_first_ && !states_.empty() && k < s_.hidden; ++k) {
+            const QuantGroup& group = states_[t * state_size_ + k / kGroup];
+            x[k] = (float)group.x[k % kGroup] * group.scale;
+        }
         target_->embed(ids_[t], embedded);
         X* joined = &normed_[t * ld_hidden_];
-        norm(embedded, layers_[0].w.input_norm, s_.hidden, s_.eps, false, joined);
+        norm(embedded, joins_first_ ? s_.embedding_norm : layers_[0].w.input_norm, s_.hidden, s_.eps, false, joined);
         norm(x, s_.hidden_norm, s_.hidden, s_.eps, false, joined + s_.hidden);
     }
+
+    bool taps_last() const { return drafter_ && drafter_->joins_first_; }
 
     // inputs [m, layers, input_size] = norm(x W^T) + embedding; see models/gemma4.py: LayerInputs.
     void begin_inputs(int64_t m) {
@@ -406,15 +424,18 @@ class Decoder : public Model {
         });
     }
 
-    // Keep the output of a layer for the drafter if it reads it.
+    // Keep the output of a layer for the drafter if it reads it, that of the last layer normalised.
     void tap(int64_t layer, int64_t m) {
         taps_.resize(std::max<size_t>(taps_.size(), m * drafter_->state_size_));
         const int64_t groups = s_.hidden / kGroup;
-        for (int64_t i = 0; i < kTaps; ++i) {
+        const float* weight = layer + 1 == s_.layers ? s_.final_norm : nullptr;
+        for (int64_t i = 0; i < drafter_->s_.num_taps; ++i) {
             if (drafter_->s_.taps[i] != layer) continue;
             for_each_token(m, [&](int64_t t) {
+                float* x = &out_[t * s_.hidden];
+                norm(&x_[t * s_.hidden], weight, s_.hidden, s_.eps, s_.is_layer_norm, x);
                 for (int64_t g = 0; g < groups; ++g)
-                    quantize_group<Int8::kOffset>(&x_[t * s_.hidden + g * kGroup],
+                    quantize_group<Int8::kOffset>(x + g * kGroup,
                                                   taps_[t * drafter_->state_size_ + i * groups + g]);
             });
         }
@@ -726,7 +747,8 @@ class Decoder : public Model {
     std::vector<AttentionScratch<T>> scratch_;
     std::vector<Layer> layers_;
     Weight<T> head_, input_projection_;
-    Matrix<Int8> fc_;
+    Weight<T> fc_;
+    bool joins_first_;  // embedding and hidden state of a head, before its layer
     int64_t q_size_ = 0, qkv_size_ = 0;  // of the largest layer
     int64_t ld_hidden_, ld_q_, state_size_;
     std::vector<Backlog> backlogs_;  // of a drafter, by row

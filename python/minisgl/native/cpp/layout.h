@@ -2,14 +2,14 @@
 #pragma once
 #include <cstdint>
 
-constexpr int64_t kLayoutVersion = 1648054013;
+constexpr int64_t kLayoutVersion = 2105312432;
 
 namespace minisgl {
 
 enum Flag : int32_t { kSamples = 1, kFromDevice = 2, kPenalized = 4, kFiltered = 8, kLogprobs = 16, kPromptLogprobs = 32, kMasked = 64, kDrafts = 128 };
 
 enum Activation : int64_t { kSilu, kGeluTanh, kGelu, kRelu2, kClamped, kSigmoid, kSoftplus };
-constexpr int kMaxDrafts = 8, kProposed = 17, kTaps = 3;
+constexpr int kMaxDrafts = 8, kProposed = 17;
 
 // Records of a plan: 32-bit words, without padding.
 #pragma pack(push, 4)
@@ -89,8 +89,9 @@ struct ModelSpec {
     int32_t *lengths, *drafts;
     void *target;
     Packed fc;
-    const float *hidden_norm;
+    const float *embedding_norm, *hidden_norm;
     const int64_t *draft_ids, *taps;
+    int64_t num_taps;
 };
 struct StepPlan {
     const Slot *slots;

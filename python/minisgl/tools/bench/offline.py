@@ -6,8 +6,8 @@ import gc
 import math
 import textwrap
 import time
-from contextlib import nullcontext
-from dataclasses import asdict
+from contextlib import contextmanager, nullcontext
+from dataclasses import asdict, replace
 from typing import TYPE_CHECKING, Any
 from unittest.mock import patch
 
@@ -15,7 +15,7 @@ import numpy as np
 
 from minisgl.checkpoint.hf import resolve_model
 from minisgl.core.errors import ConfigError, MinisglError
-from minisgl.core.layout import PROPOSED
+from minisgl.core.layout import NO_PROPOSALS, PROPOSAL, PROPOSED
 from minisgl.core.message import DetokenizeMsg, FlushCacheMsg, ids_to_bytes
 from minisgl.core.params import SamplingParams
 from minisgl.settings.options import EngineConfig
@@ -24,11 +24,13 @@ from minisgl.tools.bench.report import format_table, origin, percentiles_ms, pro
 from minisgl.tools.bench.workloads import OfflineArgs, Workload, make_workloads
 
 if TYPE_CHECKING:
-    from collections.abc import Callable
+    from collections.abc import Callable, Iterator
 
     from minisgl.core.layout import Ints
     from minisgl.llm.completions import Completion
     from minisgl.llm.llm import LLM
+
+    Guess = Callable[[Any], Ints]
 
 
 class TokenClock:
@@ -72,8 +74,9 @@ def run_offline(args: OfflineArgs, options: dict[str, Any]) -> dict[str, Any]:
     """
     start = time.perf_counter()
     if args.accept_length is not None:
-        kind = "auto" if options.get("speculate") == "auto" else "tree"
-        options = options | {"speculate": kind}  # drafts from the host; with tree in every step
+        kind = str(options.get("speculate"))
+        if kind not in ("auto", "mtp") and ":" not in kind:
+            options = options | {"speculate": "tree"}  # drafts from the host in every step
     llm, workloads = start_engine(args, options)
     start_s = time.perf_counter() - start
     return {
@@ -116,8 +119,7 @@ def _torch_facts() -> dict[str, Any]:
 def _run_workload(llm: LLM, workload: Workload, args: OfflineArgs) -> dict[str, Any]:
     generate(llm, workload.warm_up(llm.scheduler.engine.limits.vocab_size), args.temperature)
     guess = None if args.accept_length is None else make_guess(llm, workload, args.temperature, args.accept_length)
-    drafts: Any = llm.scheduler.drafts
-    with nullcontext() if guess is None else patch.multiple(drafts, guess=guess, _has_model=False, _asks_device=False):
+    with nullcontext() if guess is None else simulated(llm, guess):
         repeats = [_measure(llm, workload, args.temperature) for _ in range(args.repeat)]
     names = [name for name, value in repeats[0].items() if isinstance(value, int | float)]
     return {
@@ -133,7 +135,38 @@ def _run_workload(llm: LLM, workload: Workload, args: OfflineArgs) -> dict[str, 
     }
 
 
-def make_guess(llm: LLM, workload: Workload, temperature: float, length: float) -> Callable[[Any], Ints]:
+@contextmanager
+def simulated(llm: LLM, guess: Guess) -> Iterator[None]:
+    """Let `guess` make the drafts, in steps with the costs of the drafter: its model, if there is one, drafts in vain.
+
+    Raises `ConfigError` for a model on several ranks, of which only the first knows.
+    """
+    scheduler: Any = llm.scheduler
+    drafts, drafting = scheduler.drafts, scheduler.engine.parts.drafting
+    if drafting.model is None:
+        with patch.multiple(drafts, guess=guess, _has_model=False, _asks_device=False):
+            yield
+        return
+    if scheduler.engine.spec.info.size > 1:
+        raise ConfigError("--accept-length with a drafter that has a model is for one rank")
+    plan, collect = drafts.plan, drafts.collect
+
+    def plan_guessed(step: int, running: Any, max_tokens: int) -> Any:
+        if (slots := plan(step, running, max_tokens)) is None:
+            return None
+        found = scheduler.rows.holders(running[slots.counts > 0])
+        proposals = [(r.row, scheduler.rows.confirmed_len[r.row], np.resize(guess(r), PROPOSED)) for r in found]
+        return replace(slots, proposals=np.array(proposals, PROPOSAL))
+
+    def collect_as_drafted(step: int, done: Any, result: Any) -> Any:
+        return collect(step, replace(done, proposals=NO_PROPOSALS), result)
+
+    patches = patch.multiple(drafts, _asks_tree=False, _looks_up=False), patch.object(drafting, "drafts_always", True)
+    with patch.multiple(drafts, plan=plan_guessed, collect=collect_as_drafted), patches[0], patches[1]:
+        yield
+
+
+def make_guess(llm: LLM, workload: Workload, temperature: float, length: float) -> Guess:
     """Return a `Drafts.guess` for `workload` with which a step confirms `length` tokens of a request on average.
 
     It proposes the answers of a first run, in which each token is replaced by a wrong one with the same probability.
