@@ -265,6 +265,7 @@ def test_a_cache_of_8_bits(tmp_path: Path, isa: str, shape: str, page_size: int)
 MANY_SHAPES = (
     *("qwen3-tied-wide-heads", "windows", "one-kv-head", "gemma2", "glm4", "olmo3", "phi"),
     *("qwen3-moe-every-second-layer", "qwen2-moe", "glm4-moe", "gpt-oss", "gemma4-moe", "gemma4-shared", "laguna"),
+    *("qwen3-next", "qwen3.5", "qwen3.5-moe"),
 )
 
 

@@ -256,6 +256,7 @@ class EagerRunner:
         self.parts = parts
         self._flops_per_token = parts.flops_per_token
         self._draft_model = None if parts.drafting is None else parts.drafting.model
+        self.fold = parts.fold
 
     def fits(self, plan: BatchPlan) -> bool:
         return True
