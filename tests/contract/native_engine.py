@@ -9,8 +9,20 @@ import numpy as np
 import torch
 
 from contract.harness import Span
-from minisgl.core.layout import COPY, FOLD, FOLD_TOKENS, FULL, NO_MASKS, NO_ROW_STATES, PAGE_WRITE, SLOT, SLOT_ID
-from minisgl.core.layout import STATE, STATE_LEN, Flag
+from minisgl.core.layout import (
+    COPY,
+    FOLD,
+    FOLD_TOKENS,
+    FULL,
+    NO_MASKS,
+    NO_ROW_STATES,
+    PAGE_WRITE,
+    SLOT,
+    SLOT_ID,
+    STATE,
+    STATE_LEN,
+    Flag,
+)
 from minisgl.core.plan import BatchPlan
 from minisgl.distributed.group import Group
 from minisgl.distributed.info import ALONE
@@ -18,7 +30,7 @@ from minisgl.engine.engine import Engine
 from minisgl.native.runner import NativeRunner
 from minisgl.settings.options import EngineConfig
 
-ROWS, PAGES, SHARED = 16, 16384, 64
+ROWS, PAGES, SHARED = 16, 4096, 64
 
 
 @dataclass
@@ -57,12 +69,13 @@ class NativeEngine:
         quantization: str | None = None,
         cache: str = "auto",
     ) -> NativeEngine:
+        recurs = "linear_num_value_heads" in (folder / "config.json").read_text()
         config = EngineConfig(
             model=str(folder),
             device="cpu",
             dtype=dtype,
             page_size=page_size,
-            num_pages=PAGES // page_size,
+            num_pages=PAGES // page_size * (16 if recurs else 1),  # a slot of a state is as large as many pages
             max_running_requests=ROWS,
             threads=threads,
             dummy_weight=dummy,

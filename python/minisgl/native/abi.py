@@ -15,7 +15,21 @@ from typing import Any, Final
 
 import numpy as np
 
-from minisgl.core.layout import COPY, FOLD, HISTORY_HEAD, PAGE_WRITE, PROPOSAL, PROPOSED, ROW, ROW_STATE, SLOT, SLOT_ID, STATE_LEN, Flag, fields
+from minisgl.core.layout import (
+    COPY,
+    FOLD,
+    HISTORY_HEAD,
+    PAGE_WRITE,
+    PROPOSAL,
+    PROPOSED,
+    ROW,
+    ROW_STATE,
+    SLOT,
+    SLOT_ID,
+    STATE_LEN,
+    Flag,
+    fields,
+)
 from minisgl.settings.options import MAX_DRAFTS
 
 HEADER: Final = Path(__file__).parent / "cpp" / "layout.h"

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import random
 from collections.abc import Callable
 from dataclasses import replace
@@ -12,7 +13,6 @@ import numpy as np
 import pytest
 import torch
 
-from minisgl.core.errors import ConfigError
 from minisgl.core.message import AbortMsg, UserMsg, ids_from_bytes, ids_to_bytes
 from minisgl.core.params import Grammar, SamplingParams
 from minisgl.core.plan import FinishReason
@@ -33,7 +33,7 @@ from minisgl.scheduler.scheduler import Scheduler
 from minisgl.settings.options import SchedulerConfig, build_config
 from support.fake_grammar import FakeCompiler, LateExecutor
 from support.late_device import LateDevice
-from support.tiny_model import VOCAB, write_tiny_model
+from support.tiny_model import CONFIG, VOCAB, write_tiny_model
 from support.toy_recurrence import ToyConfig, ToyLayer
 
 pytestmark = pytest.mark.usefixtures("fixed_costs")
@@ -88,7 +88,7 @@ def run(
     recurs: bool = False,
     **options: object,
 ):
-    """With a `window`, the last layer has it; if the model `recurs`, its first layer of three is a recurrence."""
+    """With a `window`, the last layer of a tiny model has it; if the model `recurs`, its first layer of three is a recurrence."""
     torch.manual_seed(0)
     # Op by op: the C++ step computes at once, whatever the device.
     settings = {"model": str(folder), "dummy_weight": True, "attention_backend": "cpu", **options}
@@ -96,7 +96,8 @@ def run(
     spec = replace(resolve(config.engine, "cpu"), host_kv=host_kv)  # which is refused on a CPU, where it gains nothing
     windows = (*[None] * (1 + recurs), window)
     model = replace(spec.model, layers=spec.model.layers[:1] * len(windows), windows=windows, gives_back=gives_back)
-    spec = replace(spec, model=ToyConfig.of(model) if recurs else model)
+    if spec.model.linear is None:
+        spec = replace(spec, model=ToyConfig.of(model) if recurs else model)
     engine, io = Engine(spec, device), OfflineIO()
     assert (engine.general.name == "eager") == (settings["attention_backend"] == "cpu")
     compiling = LateExecutor()
@@ -222,6 +223,41 @@ def test_the_step_in_cpp_gives_pages_back(folder: Path, options: dict[str, objec
     assert found == whole and scheduler.stats.cached_tokens > 0
 
 
+@pytest.fixture(scope="module")
+def hybrid(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A tiny Qwen3.5."""
+    sizes: dict[str, object] = {
+        "linear_num_key_heads": 2,
+        "linear_num_value_heads": 4,
+        "num_hidden_layers": 4,
+        "num_key_value_heads": 4,
+    }
+    sizes["layer_types"] = ["linear_attention", *["full_attention"] * 3]  # else a slot is as large as many texts
+    sizes |= {f"linear_{name}_head_dim": 16 for name in ("key", "value")}
+    names = {"architectures": ["Qwen3_5ForCausalLM"], "model_type": "qwen3_5_text", "max_position_embeddings": 128}
+    folder = tmp_path_factory.mktemp("hybrid")
+    (folder / "config.json").write_text(json.dumps(CONFIG | names | sizes))
+    return folder
+
+
+def test_gated_delta_in_cpp(hybrid: Path) -> None:
+    """Texts are those of single requests, op by op, through chunks, prefix hits, preemption and drafts."""
+    requests = [(prompt, params) for prompt, params in make_requests(7) if params.grammar is None]
+    alone, _ = run(hybrid, CpuDevice(1), requests, max_running_requests=1, cache_type="naive", speculate="off")
+    each: list[dict[str, object]] = [
+        {"page_size": 4, "max_prefill_length": 16, "speculate": "off"},
+        {"page_size": 16, "max_prefill_length": 32, "speculate": "ngram"},
+        {"page_size": 4, "max_prefill_length": 32, "num_pages": 120, "max_running_requests": 12},
+    ]
+    for options in each:
+        found, scheduler = run(hybrid, CpuDevice(1), requests, attention_backend="auto", **options)
+        stats = scheduler.stats
+        assert found == alone
+        assert (stats.preemptions > 0) == ("num_pages" in options)
+        assert stats.cached_tokens > 0
+        assert (stats.accepted_tokens > 0) == (options.get("speculate") == "ngram")
+
+
 @pytest.mark.parametrize("window", [None, 9])
 @pytest.mark.parametrize(
     ("depth", "options"),
@@ -258,7 +294,6 @@ def test_state_of_a_recurrent_layer_follows_its_text(
         assert scheduler.stats.preemptions > 0
     if "cache_type" not in options:
         assert scheduler.stats.cached_tokens > 0
-
 
 
 def test_aborts_while_late_leave_the_others_untouched(folder: Path) -> None:

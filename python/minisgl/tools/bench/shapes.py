@@ -30,6 +30,18 @@ _QWEN3: Final[dict[str, Any]] = {
     "eos_token_id": 151645,
     "torch_dtype": "bfloat16",
 }
+_QWEN3_5: Final[dict[str, Any]] = _QWEN3 | {
+    "architectures": ["Qwen3_5ForCausalLM"],
+    "model_type": "qwen3_5_text",
+    "vocab_size": 248320,
+    "head_dim": 256,
+    "num_key_value_heads": 2,
+    "max_position_embeddings": 262144,
+    "rope_theta": 10000000,
+    "linear_num_value_heads": 16,
+    "bos_token_id": 248044,
+    "eos_token_id": 248046,
+}
 _LLAMA_3_1: Final[dict[str, Any]] = _QWEN3 | {
     "architectures": ["LlamaForCausalLM"],
     "model_type": "llama",
@@ -67,6 +79,11 @@ SHAPES: Final[dict[str, dict[str, Any]]] = {
     | _sizes(2048, 6144, 48, 32)
     | {"architectures": ["Qwen3MoeForCausalLM"], "model_type": "qwen3_moe", "num_key_value_heads": 4}
     | {"num_experts": 128, "num_experts_per_tok": 8, "moe_intermediate_size": 768, "norm_topk_prob": True},
+    "qwen3.5-0.8b": _QWEN3_5 | _sizes(1024, 3584, 24, 8) | {"tie_word_embeddings": True},
+    "qwen3.5-35b-a3b": _QWEN3_5  # 256 experts of 512, 8 for each token, and a shared one
+    | _sizes(2048, 512, 40, 16)
+    | {"architectures": ["Qwen3_5MoeForCausalLM"], "model_type": "qwen3_5_moe_text", "linear_num_value_heads": 32}
+    | {"num_experts": 256, "num_experts_per_tok": 8, "moe_intermediate_size": 512},
     "llama-3.1-8b": _LLAMA_3_1 | _sizes(4096, 14336, 32, 32),
     "llama-3.1-70b": _LLAMA_3_1 | _sizes(8192, 28672, 80, 64),
     "gpt-oss-20b": {"architectures": ["GptOssForCausalLM"], "model_type": "gpt_oss", "torch_dtype": "bfloat16"}
