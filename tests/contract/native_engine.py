@@ -37,8 +37,8 @@ ROWS, PAGES, SHARED = 16, 4096, 64
 class NativeEngine:
     """Pages are poisoned at the start and mapped in random order when first needed.
 
-    The recurrent state of row 0 is captured at SHARED tokens. Single tokens decode then, and folds come every FOLD_TOKENS, or
-    before a chunk.
+    If the model recurs, the state of row 0 is captured at SHARED tokens, single tokens decode, and folds come every
+    FOLD_TOKENS, or before a chunk.
     """
 
     engine: Engine

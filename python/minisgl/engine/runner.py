@@ -106,6 +106,8 @@ class Runner(Protocol):
     def launch(self, plan: BatchPlan) -> ForwardOutput:
         """Start the step after those launched before."""
 
+    # The one that fits any plan has `fold(folds)` besides, which moves recurrent states on as `BatchPlan.folds` says.
+
 
 class RunnerFactory(Protocol):
     """Makes the runners of one kind of device."""

@@ -88,7 +88,10 @@ def run(
     recurs: bool = False,
     **options: object,
 ):
-    """With a `window`, the last layer of a tiny model has it; if the model `recurs`, its first layer of three is a recurrence."""
+    """With a `window`, the last layer has it; if the model `recurs`, its first layer of three is a recurrence.
+
+    A hybrid model is left as it is.
+    """
     torch.manual_seed(0)
     # Op by op: the C++ step computes at once, whatever the device.
     settings = {"model": str(folder), "dummy_weight": True, "attention_backend": "cpu", **options}
