@@ -435,6 +435,9 @@ def test_other_models_and_wishes_run_op_by_op(tmp_path: Path):
     for name in ("mistral-window", "qwen2"):  # their heads are not a multiple of 16
         save(tmp_path / name, configurations()[name])
         assert isinstance(runner_of(tmp_path / name), EagerRunner)
+    save(tmp_path / "hybrid", taken()["qwen3.5"])
+    narrow = EngineConfig(model=str(tmp_path / "hybrid"), dtype="bfloat16", state_dtype="model")
+    assert "recurrent states" in str(refusal(resolve(narrow, "cpu")))
     assert "float16" in str(refusal(resolve(EngineConfig(dtype="float16"), "cpu")))
     assert "reference" in str(refusal(resolve(EngineConfig(attention_backend="reference"), "cpu")))
     assert "16 tokens" in str(refusal(resolve(EngineConfig(kv_cache_dtype="fp8", page_size=8), "cpu")))
