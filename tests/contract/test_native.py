@@ -85,7 +85,7 @@ def padded(config: Any) -> Any:
 REFUSED = {
     f"{name}ForCausalLM": "latents instead of keys and values"
     for name in ("DeepseekV2", "DeepseekV3", "Glm4MoeLite", "Mistral4")
-} | {f"{name}ForCausalLM": "recurrent layers" for name in ("Qwen3Next", "Qwen3_5", "Qwen3_5Moe")}
+}
 
 
 def taken() -> dict[str, Any]:
@@ -275,6 +275,7 @@ def test_a_cache_of_8_bits(tmp_path: Path, isa: str, shape: str, page_size: int)
 MANY_SHAPES = (
     *("qwen3-tied-wide-heads", "windows", "one-kv-head", "gemma2", "glm4", "olmo3", "phi"),
     *("qwen3-moe-every-second-layer", "qwen2-moe", "glm4-moe", "gpt-oss", "gemma4-moe", "gemma4-shared", "laguna"),
+    *("qwen3-next", "qwen3.5", "qwen3.5-moe"),
 )
 
 
@@ -444,6 +445,9 @@ def test_other_models_and_wishes_run_op_by_op(tmp_path: Path):
     for name in ("mistral-window", "qwen2"):  # their heads are not a multiple of 16
         save(tmp_path / name, configurations()[name])
         assert isinstance(runner_of(tmp_path / name), EagerRunner)
+    save(tmp_path / "hybrid", taken()["qwen3.5"])
+    narrow = EngineConfig(model=str(tmp_path / "hybrid"), dtype="bfloat16", state_dtype="model")
+    assert "recurrent states" in str(refusal(resolve(narrow, "cpu")))
     assert "float16" in str(refusal(resolve(EngineConfig(dtype="float16"), "cpu")))
     assert "reference" in str(refusal(resolve(EngineConfig(attention_backend="reference"), "cpu")))
     assert "16 tokens" in str(refusal(resolve(EngineConfig(kv_cache_dtype="fp8", page_size=8), "cpu")))

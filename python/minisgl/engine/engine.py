@@ -103,7 +103,7 @@ class Engine:
 
     @property
     def general(self) -> Any:
-        """The runner that fits any plan; `logits_of` and `parts` are for checks."""
+        """The runner that fits any plan, and folds; `logits_of` and `parts` are for checks."""
         return self.runners[-1]
 
     def launch(self, plan: BatchPlan) -> ForwardOutput:
@@ -120,7 +120,7 @@ class Engine:
         return output
 
     def _fold(self, folds: Records) -> torch.Tensor:
-        self.parts.fold(folds)
+        self.general.fold(folds)
         return NO_TOKENS
 
     def _written(self, plan: BatchPlan) -> Ints:

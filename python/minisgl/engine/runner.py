@@ -109,6 +109,8 @@ class Runner(Protocol):
     def launch(self, plan: BatchPlan) -> ForwardOutput:
         """Start the step after those launched before."""
 
+    # The one that fits any plan has `fold(folds)` besides, which moves recurrent states on as `BatchPlan.folds` says.
+
 
 class RunnerFactory(Protocol):
     """Makes the runners of one kind of device."""
@@ -259,6 +261,7 @@ class EagerRunner:
         self.parts = parts
         self._flops_per_token = parts.flops_per_token
         self._draft_model = None if parts.drafting is None else parts.drafting.model
+        self.fold = parts.fold
 
     def fits(self, plan: BatchPlan) -> bool:
         return True

@@ -15,25 +15,48 @@ from typing import Any, Final
 
 import numpy as np
 
-from minisgl.core.layout import HISTORY_HEAD, PAGE_WRITE, PROPOSAL, PROPOSED, ROW, ROW_STATE, SLOT, Flag, fields
+from minisgl.core.layout import (
+    COPY,
+    FOLD,
+    HISTORY_HEAD,
+    PAGE_WRITE,
+    PROPOSAL,
+    PROPOSED,
+    ROW,
+    ROW_STATE,
+    SLOT,
+    SLOT_ID,
+    STATE_LEN,
+    Flag,
+    fields,
+)
 from minisgl.settings.options import MAX_DRAFTS
 
 HEADER: Final = Path(__file__).parent / "cpp" / "layout.h"
 
 _Fields = tuple[tuple[str, str], ...]
-"""Rows of (C++ type, names of the fields with that type). All types but `Packed` have 8 bytes."""
+"""Rows of (C++ type, names of the fields with that type). All types but structures have 8 bytes."""
 
 PACKED: Final[_Fields] = (  # one matrix, or several of a shape, one after another
     ("const void*", "data"),
     ("int64_t", "bits rows cols"),  # bits: 8, 4, or 0 for the model's type; the rows are those of one matrix
     ("const float*", "bias"),  # [matrices, rows] or null
 )
+RECURRENCE: Final[_Fields] = (  # of gated DeltaNet, with the letters of ops/gated_delta.py
+    ("const float*", "conv"),  # [W, C]
+    ("const float*", "rate dt_bias norm"),  # [Hv] of the decay: -exp(A_log); [Hv]; [Dv]
+    ("int64_t", "key_heads value_heads key_dim value_dim width tokens"),  # tokens: R
+    ("int64_t", "stride"),  # bytes from slot to slot, of all:
+    ("void*", "delta recent decay inputs"),  # `DeltaState`; null where a layer has attention
+)
 LAYER_WEIGHTS: Final[_Fields] = (
-    ("Packed", "qkv o"),
+    ("Packed", "qkv o"),  # of a recurrence: q, k, v and z
     ("Packed", "up down shared_up shared_down"),  # of the MLP or all experts, and beside experts; up has the gate above
     ("Packed", "router"),  # in float32, or null; row `experts`: shared gate
     ("Packed", "gate"),  # of attention's output: [heads or heads * dim, hidden], or null
     ("Packed", "input_gate input_projection"),  # of the layer's own inputs, or null
+    ("Packed", "beta_decay"),  # [2 Hv, hidden] of a recurrence
+    ("Recurrence", "recurrence"),
     ("const float*", "rank_bias expert_scales"),  # [experts] for the choice only, and for weights, or null
     ("const float*", "input_norm attention_norm mlp_norm output_norm"),  # before and after both blocks, or null
     ("const float*", "router_norm dense_norm experts_norm mixed_norm"),  # of experts that are beside `shared`, or null
@@ -41,7 +64,7 @@ LAYER_WEIGHTS: Final[_Fields] = (
     ("const float*", "q_norm k_norm v_norm"),  # or null
     ("const float*", "cos_sin"),  # [positions, dim]
     ("int64_t", "heads kv_heads dim window"),  # window: 0 = none
-    ("const int32_t*", "page_table"),  # [table_rows, table_width], of the layer's group
+    ("const int32_t*", "page_table"),  # [table_rows, table_width], of the layer's group; of STATE: slots
     ("int64_t", "cache_stride"),  # bytes from page to page, of both:
     ("void*", "cache"),  # [pages, 2, kv_heads, page, dim]
     ("float*", "cache_scale"),  # [pages, 2, kv_heads, page] of a cache in E4M3, or null
@@ -84,8 +107,9 @@ STEP_PLAN: Final[_Fields] = (  # the arrays of a `core.BatchPlan`
     ("const RowState*", "row_states"),
     ("const int32_t*", "histories"),
     ("const Proposal*", "proposals"),
+    ("const Copy*", "captures"),
     ("const int32_t*", "masks"),  # null: the caller samples the slots with masks
-    ("int64_t", "num_slots num_page_writes num_row_states num_history_words num_proposals"),
+    ("int64_t", "num_slots num_page_writes num_row_states num_history_words num_proposals num_captures"),
 )
 
 _CTYPES: Final[dict[str, Any]] = {"int64_t": ctypes.c_int64, "double": ctypes.c_double}  # all others are pointers
@@ -97,6 +121,8 @@ _RECORDS: Final = {
     "RowState": ROW_STATE,
     "HistoryHead": HISTORY_HEAD,
     "Proposal": PROPOSAL,
+    "Copy": COPY,
+    "Fold": FOLD,
 }
 
 
@@ -111,6 +137,15 @@ class Packed(ctypes.Structure):
 
 
 _CTYPES["Packed"] = Packed
+
+
+class Recurrence(ctypes.Structure):
+    """Addresses and sizes of a layer's recurrence."""
+
+    _fields_ = _ctypes_fields(RECURRENCE)
+
+
+_CTYPES["Recurrence"] = Recurrence
 
 
 class LayerWeights(ctypes.Structure):
@@ -140,6 +175,7 @@ def _header() -> Iterator[str]:
     yield ""
     yield f"enum Activation : int64_t {{ {', '.join('k' + _camel(name) for name in ACTIVATIONS)} }};"
     yield f"constexpr int kMaxDrafts = {MAX_DRAFTS}, kProposed = {PROPOSED};"
+    yield f"constexpr int kSlotId = {SLOT_ID}, kStateLen = {STATE_LEN};"
     yield ""
     yield "// Records of a plan: 32-bit words, without padding."
     yield "#pragma pack(push, 4)"
@@ -147,7 +183,8 @@ def _header() -> Iterator[str]:
         yield from _record(name, record)
     yield "#pragma pack(pop)"
     yield ""
-    structures = {"Packed": PACKED, "LayerWeights": LAYER_WEIGHTS, "ModelSpec": MODEL_SPEC, "StepPlan": STEP_PLAN}
+    structures = {"Packed": PACKED, "Recurrence": RECURRENCE, "LayerWeights": LAYER_WEIGHTS}
+    structures |= {"ModelSpec": MODEL_SPEC, "StepPlan": STEP_PLAN}
     for name, rows in structures.items():
         yield f"struct {name} {{"
         yield from (f"    {_declaration(kind, names.split())};" for kind, names in rows)

@@ -62,6 +62,7 @@ class NativeLibrary:
         self.create = CFUNCTYPE(c_void_p, POINTER(ModelSpec))(("minisgl_create", library))
         self.destroy = CFUNCTYPE(None, c_void_p)(("minisgl_destroy", library))
         self.step = CFUNCTYPE(None, c_void_p, POINTER(StepPlan), c_void_p, c_void_p)(("minisgl_step", library))
+        self.fold = CFUNCTYPE(None, c_void_p, c_void_p, c_int64)(("minisgl_fold", library))
         self.verify = CFUNCTYPE(None, c_void_p, POINTER(StepPlan), c_void_p, c_void_p, c_void_p, c_void_p)(
             ("minisgl_verify", library)
         )

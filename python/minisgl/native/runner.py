@@ -16,7 +16,7 @@ from minisgl.core.errors import ConfigError, NativeError
 from minisgl.core.layout import NO_MASKS, NO_PAGE_WRITES, NO_ROW_STATES, SLOT, Flag
 from minisgl.core.plan import BatchPlan, StepResult
 from minisgl.core.rounding import round_up
-from minisgl.core.specs import GroupedQuery
+from minisgl.core.specs import GatedDelta, GroupedQuery
 from minisgl.engine.batch import make_sampling
 from minisgl.engine.draft_model import SAMPLED_ALIKE, DraftModel, HeadModel, draft_spec, drafted_rows
 from minisgl.engine.pooling import base_runner
@@ -44,6 +44,7 @@ if TYPE_CHECKING:
     from minisgl.layers.builder import Parameter
     from minisgl.layers.linear import Linear, Norm
     from minisgl.models.attention import Attention
+    from minisgl.models.gated_delta import GatedDeltaNet
     from minisgl.models.gemma4 import LayerTail
     from minisgl.models.llama import DecoderLayer
     from minisgl.models.model_config import ModelConfig
@@ -74,13 +75,20 @@ def refusal(spec: EngineSpec) -> str | None:
         return f"the drafter's {reason}"
     step = INT8.group if spec.quantization else LANES
     has_head = spec.draft is not None and spec.draft.kind != "draft"  # which reads hidden states in 8 bits
+    if m.linear is not None and m.has_narrow_state and spec.dtype is not torch.float32:
+        return f"its recurrent states are in {spec.dtype}, and only float32 is supported"
     sizes = [("hidden_size", m.hidden_size, INT8.group if has_head else step)]
     sizes.append(("hidden_size_per_layer_input", m.layer_input_size, LANES))
     e = m.experts
     if e is not None:
         sizes += [(e.flags.size_key, e.intermediate_size, step), ("size of shared experts", e.shared_size, step)]
     for i, layer in enumerate(m.layers):
-        sizes += [("head_dim", layer.head_dim, LANES), ("heads * head_dim", layer.heads * layer.head_dim, step)]
+        if i in m.linear_layers and m.linear is not None:
+            dims = ("key_head_dim", m.linear.key_dim), ("value_head_dim", m.linear.value_dim)
+            sizes += [(f"linear_{name}", dim, LANES) for name, dim in dims]
+            sizes.append(("size of linear attention", m.linear.value_heads * m.linear.value_dim, step))
+        else:
+            sizes += [("head_dim", layer.head_dim, LANES), ("heads * head_dim", layer.heads * layer.head_dim, step)]
         if e is None or i in e.dense_layers or e.flags.is_beside:
             sizes.append(("intermediate_size", layer.intermediate, step))
     for name, size, divisor in sizes:
@@ -93,7 +101,6 @@ def layers_refusal(m: ModelConfig) -> str | None:
     """Return what the C++ step does not have of a model's layers; None if it has all."""
     missing = {
         "modelling code of transformers": m.is_fallback,
-        "recurrent layers": bool(m.linear_layers),
         "latents instead of keys and values": m.latent is not None,
     }
     return next((name for name, is_missing in missing.items() if is_missing), None)
@@ -260,6 +267,35 @@ class NativeModel:
             self._linear(layer.input_projection, tail.projection)
             layer.projection_norm = self._norm(tail.norm)
 
+    def _recurrence(self, layer: LayerWeights, net: GatedDeltaNet, kind: GatedDelta) -> None:
+        """Fill the fields of gated DeltaNet."""
+        w, r, qkvz_ba = net.weights, layer.recurrence, net.projections
+        for packed, linear in zip((layer.qkv, layer.beta_decay, layer.o), (*qkvz_ba, net.out_proj), strict=True):
+            self._linear(packed, linear)
+        r.conv, r.rate = self._float(w.conv[:, 0].t()), self._float(-w.a_log.exp())
+        r.dt_bias, r.norm = self._float(w.dt_bias), self._float(w.norm)
+        r.key_heads, r.value_heads = kind.key_heads, kind.value_heads
+        r.key_dim, r.value_dim, r.width, r.tokens = kind.key_dim, kind.value_dim, kind.width, kind.recent
+        r.delta, r.recent, r.decay, r.inputs = (state.data_ptr() for state in net.state)
+        r.stride = net.state.delta.stride(0) * net.state.delta.itemsize
+
+    def _attention(self, layer: LayerWeights, attention: Attention, kind: GroupedQuery) -> None:
+        """Fill the fields of attention."""
+        self._linear(layer.qkv, attention.qkv_proj)
+        self._linear(layer.o, attention.o_proj)
+        if attention.gate is not None:
+            self._linear(layer.gate, attention.gate)
+        layer.q_norm, layer.k_norm = self._heads_norms(attention)
+        if attention.heads.norms_v:
+            layer.v_norm = self._float(torch.ones(kind.head_dim))
+        layer.cos_sin = attention.heads.cos_sin.data_ptr()
+        layer.sinks, layer.q_scale = self._float(attention.heads.sinks), self._float(attention.heads.q_scale)
+        layer.heads, layer.kv_heads, layer.dim = kind.heads, kind.kv_heads, kind.head_dim
+        layer.window, layer.scale, layer.softcap = kind.window or 0, kind.scale, kind.softcap
+        data, scale = data_and_scale(attention.kv.pages)
+        layer.cache, layer.cache_scale = data.data_ptr(), None if scale is data else scale.data_ptr()
+        layer.cache_stride = data.stride(0) * data.itemsize
+
     def _heads_norms(self, attention: Attention) -> tuple[int | None, int | None]:
         """Return the addresses of the weights for q and for k."""
         if attention.heads_norm is None:
@@ -277,27 +313,16 @@ class NativeModel:
         m, state, e = spec.model, parts.state, spec.model.experts
         weights = (LayerWeights * len(layers))()
         self._kept.append(weights)
-        mixers = (m.mixer(index, spec.info) for index in range(len(layers)))
-        kinds = [kind for kind in mixers if isinstance(kind, GroupedQuery)]
-        for layer, (attention, mlp, norms, tail), kind in zip(weights, layers, kinds, strict=True):
-            self._linear(layer.qkv, attention.qkv_proj)
-            self._linear(layer.o, attention.o_proj)
-            if attention.gate is not None:
-                self._linear(layer.gate, attention.gate)
+        for index, (layer, (attention, mlp, norms, tail)) in enumerate(zip(weights, layers, strict=True)):
+            kind = m.mixer(index, spec.info)
+            if isinstance(kind, GroupedQuery):
+                self._attention(layer, attention, kind)
+            else:
+                self._recurrence(layer, attention, kind)
+            layer.page_table = state.page_tables[kind.states[0].group].data_ptr()
             self._mlp(layer, mlp)
             self._tail(layer, tail)
             layer.input_norm, layer.attention_norm, layer.mlp_norm, layer.output_norm = map(self._norm, norms)
-            layer.q_norm, layer.k_norm = self._heads_norms(attention)
-            if attention.heads.norms_v:
-                layer.v_norm = self._float(torch.ones(kind.head_dim))
-            layer.cos_sin = attention.heads.cos_sin.data_ptr()
-            layer.sinks, layer.q_scale = self._float(attention.heads.sinks), self._float(attention.heads.q_scale)
-            layer.heads, layer.kv_heads, layer.dim = kind.heads, kind.kv_heads, kind.head_dim
-            layer.window, layer.scale, layer.softcap = kind.window or 0, kind.scale, kind.softcap
-            layer.page_table = state.page_tables[attention.kv.spec.group].data_ptr()
-            data, scale = data_and_scale(attention.kv.pages)
-            layer.cache, layer.cache_scale = data.data_ptr(), None if scale is data else scale.data_ptr()
-            layer.cache_stride = data.stride(0) * data.itemsize
         sizes: dict[str, Any] = {
             "is_bf16": spec.dtype is torch.bfloat16,
             "layers": m.num_layers,
@@ -357,6 +382,10 @@ class NativeRunner:
 
     def fits(self, plan: BatchPlan) -> bool:
         return True
+
+    def fold(self, folds: Records) -> None:
+        folds = np.ascontiguousarray(folds)
+        self._library.fold(self._model.handle, folds.ctypes.data, len(folds))
 
     def launch(self, plan: BatchPlan) -> ForwardOutput:
         def sample(masks: Ints) -> Pending:
@@ -493,11 +522,11 @@ class _Drafter:
 
 def _step_plan(plan: BatchPlan, masks: Ints = NO_MASKS) -> StepPlan:
     """Return a structure with the addresses and lengths of a plan's arrays, which it keeps alive."""
-    fields = (plan.slots, plan.tokens, plan.page_writes, plan.row_states, plan.histories, plan.proposals, masks)
-    arrays = [np.ascontiguousarray(array) for array in fields]
+    states = plan.page_writes, plan.row_states, plan.histories, plan.proposals, plan.captures
+    arrays = [np.ascontiguousarray(array) for array in (plan.slots, plan.tokens, *states, masks)]
     counts = [len(array) for array in arrays]
     addresses = (array.ctypes.data if len(array) else None for array in arrays)
-    call = StepPlan(*addresses, counts[0], *counts[2:6])
+    call = StepPlan(*addresses, counts[0], *counts[2:7])
     call.arrays = arrays
     return call
 

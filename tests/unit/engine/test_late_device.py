@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import random
 from collections.abc import Callable, Mapping
 from dataclasses import replace
@@ -31,7 +32,7 @@ from minisgl.settings.options import SchedulerConfig, build_config
 from support.fake_engine import planned_units, unit_ids
 from support.fake_grammar import FakeCompiler, LateExecutor
 from support.late_device import LateCopy, LateDevice
-from support.tiny_model import VOCAB, write_tiny_model
+from support.tiny_model import CONFIG, VOCAB, write_tiny_model
 
 pytestmark = pytest.mark.usefixtures("fixed_costs")
 
@@ -105,7 +106,10 @@ def run(
     recurs: bool = False,
     **options: object,
 ):
-    """With a `window`, the last layer has it; if the model `recurs`, its first layer of three is a recurrence."""
+    """With a `window`, the last layer has it; if the model `recurs`, its first layer of three is a recurrence.
+
+    A hybrid model is left as it is.
+    """
     torch.manual_seed(0)
     # Op by op: the C++ step computes at once, whatever the device.
     settings = {"model": str(folder), "dummy_weight": True, "attention_backend": "cpu", **options}
@@ -115,7 +119,8 @@ def run(
     model = replace(spec.model, layers=spec.model.layers[:1] * len(windows), windows=windows, gives_back=gives_back)
     if recurs:
         model = replace(model, linear=LINEAR, linear_layers=frozenset({0}))
-    spec = replace(spec, model=model)
+    if spec.model.linear is None:
+        spec = replace(spec, model=model)
     engine, io = Engine(spec, device), OfflineIO()
     assert (engine.general.name == "eager") == (settings["attention_backend"] == "cpu")
     compiling = LateExecutor()
@@ -244,6 +249,41 @@ def test_the_step_in_cpp_gives_pages_back(folder: Path, options: dict[str, objec
     whole, _ = run(folder, CpuDevice(1), requests, gives_back=False, page_size=16, **native)
     found, scheduler = run(folder, CpuDevice(1), requests, **native | options)
     assert found == whole and scheduler.stats.cached_tokens > 0
+
+
+@pytest.fixture(scope="module")
+def hybrid(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A tiny Qwen3.5."""
+    sizes: dict[str, object] = {
+        "linear_num_key_heads": 2,
+        "linear_num_value_heads": 4,
+        "num_hidden_layers": 4,
+        "num_key_value_heads": 4,
+    }
+    sizes["layer_types"] = ["linear_attention", *["full_attention"] * 3]  # else a slot is as large as many texts
+    sizes |= {f"linear_{name}_head_dim": 16 for name in ("key", "value")}
+    names = {"architectures": ["Qwen3_5ForCausalLM"], "model_type": "qwen3_5_text", "max_position_embeddings": 128}
+    folder = tmp_path_factory.mktemp("hybrid")
+    (folder / "config.json").write_text(json.dumps(CONFIG | names | sizes))
+    return folder
+
+
+def test_gated_delta_in_cpp(hybrid: Path) -> None:
+    """Texts are those of single requests, op by op, through chunks, prefix hits, preemption and drafts."""
+    requests = [(prompt, params) for prompt, params in make_requests(7) if params.grammar is None]
+    alone, _ = run(hybrid, CpuDevice(1), requests, max_running_requests=1, cache_type="naive", speculate="off")
+    each: list[dict[str, object]] = [
+        {"page_size": 4, "max_prefill_length": 16, "speculate": "off"},
+        {"page_size": 16, "max_prefill_length": 32, "speculate": "ngram"},
+        {"page_size": 4, "max_prefill_length": 32, "num_pages": 120, "max_running_requests": 12},
+    ]
+    for options in each:
+        found, scheduler = run(hybrid, CpuDevice(1), requests, attention_backend="auto", **options)
+        stats = scheduler.stats
+        assert found == alone
+        assert (stats.preemptions > 0) == ("num_pages" in options)
+        assert stats.cached_tokens > 0
+        assert (stats.accepted_tokens > 0) == (options.get("speculate") == "ngram")
 
 
 @pytest.mark.parametrize("window", [None, 9])

@@ -4,6 +4,7 @@
 #include <variant>
 
 #include "attention.h"
+#include "gated_delta.h"
 #include "gemm_quantized.h"
 #include "model.h"
 #include "sample.h"
@@ -48,11 +49,13 @@ class Decoder : public Model {
     };
     struct Layer {
         Weight<T> qkv, kv, o, gate;  // kv is the part of qkv for tokens of which only K/V is needed
+        Weight<T> beta_decay;
         Mlp mlp, shared;             // the experts are one stacked MLP
         Weight<T> input_gate, input_projection;
         Matrix<float> router;
         LayerWeights w;
         int64_t q_size, kv_size;  // of all heads; kv_size is 0 if the cache is an earlier layer's
+        bool recurs() const { return w.recurrence.delta; }
     };
     struct Choice {  // a token's expert, its weight, and the row of `expert_out_` that it computes
         int64_t expert, row;
@@ -80,18 +83,20 @@ class Decoder : public Model {
           threads_(target_ ? target_->threads_ : std::make_shared<Pool>((int)spec.threads)),
           pool_(*threads_),
           ahead_(spec.fc.data != nullptr),
-          query_rows_(spec.weights->cache_scale ? kQueryRows8Bit : kQueryRows) {
+          query_rows_(kQueryRows) {
         int64_t dim = 0;
         for (int64_t l = 0; l < s_.layers; ++l) {
             const LayerWeights& w = s_.weights[l];
-            const int64_t q = w.heads * w.dim;
-            dim = std::max(dim, w.dim), query_rows_ = std::max(query_rows_, w.heads / w.kv_heads);
+            const int64_t q = w.o.cols;
+            dim = std::max(dim, w.dim), query_rows_ = std::max(query_rows_, w.heads / std::max<int64_t>(w.kv_heads, 1));
+            if (w.cache_scale) query_rows_ = std::max<int64_t>(query_rows_, kQueryRows8Bit);
             q_size_ = std::max(q_size_, q), qkv_size_ = std::max(qkv_size_, w.qkv.rows);
             const Weight<T> qkv = weight<T>(w.qkv);
             const auto mlp = [](const Packed& up, const Packed& down, int64_t f) -> Mlp {
                 return {weight<T>(up), weight<T>(down), down.cols, (Activation)f, up.rows > down.cols};
             };
             layers_.push_back({qkv, rows_from<T>(qkv, q), weight<T>(w.o), weight<T>(w.gate),
+                               weight<T>(w.beta_decay),
                                mlp(w.up, w.down, w.router.data ? s_.expert_activation : s_.activation),
                                mlp(w.shared_up, w.shared_down, s_.activation),
                                weight<T>(w.input_gate), weight<T>(w.input_projection),
@@ -99,7 +104,7 @@ class Decoder : public Model {
                                q, (w.qkv.rows - q) / 2});
         }
         joins_first_ = s_.embedding_norm != nullptr;
-        scratch_.assign(pool_.size(), {query_rows_, dim});
+        scratch_.assign(pool_.size(), {query_rows_, dim}), delta_scratch_.resize(pool_.size());
         head_ = joins_first_ ? target_->head_ : weight<T>(s_.head), fc_ = weight<T>(s_.fc);
         input_projection_ = weight<T>(s_.input_projection), state_size_ = s_.num_taps * s_.hidden / kGroup;
         ld_hidden_ = (1 + ahead_) * s_.hidden + kPadding, ld_q_ = q_size_ + kPadding;
@@ -108,7 +113,7 @@ class Decoder : public Model {
 
     void step(const StepPlan& plan, int32_t* tokens, int32_t* finite) override {
         apply(plan);
-        sampled_.clear();
+        sampled_.clear(), captures_ = plan.captures, num_captures_ = plan.num_captures;
         const int32_t* ids = plan.tokens;
         for (int64_t i = 0; i < plan.num_slots; ++i) {
             const Slot& slot = plan.slots[i];
@@ -129,6 +134,18 @@ class Decoder : public Model {
         sample(tokens, finite, plan.masks);
         for (size_t i = 0; i < sampled_.size(); ++i)
             if (is_plain(sampled_[i]) && !(sampled_[i].flags & kDrafts)) s_.last_token[sampled_[i].row] = tokens[i];
+    }
+
+    void fold(const Fold* folds, int64_t count) override {
+        std::vector<const Layer*> recurrent;
+        for (const Layer& layer : layers_)
+            if (layer.recurs()) recurrent.push_back(&layer);
+        for (const Layer* layer : recurrent) {
+            const GatedDelta<T> delta = delta_of(*layer);
+            for_each_item(count * delta.r.value_heads, [&](int64_t i, int thread) {
+                delta.fold(folds[i / delta.r.value_heads], i % delta.r.value_heads, delta_scratch_[thread]);
+            });
+        }
     }
 
     void verify(const StepPlan& plan, const int32_t* tokens, const int32_t* finite, int32_t* confirmed,
@@ -311,12 +328,16 @@ class Decoder : public Model {
         for (const Layer& layer : layers_) {
             if (!ahead_ || joins_first_) norm_before(layer.w.input_norm, m);
             const bool is_cut = &layer == &layers_.back() && !taps_last();
-            const int64_t skipped = is_cut && kept.empty() ? layer.q_size : 0;
+            const int64_t skipped = is_cut && kept.empty() && !layer.recurs() ? layer.q_size : 0;
             multiply(skipped ? layer.kv : layer.qkv, normed_, ld_hidden_, m, qkv_.data() + skipped, qkv_size_, false);
-            rotate_and_store(layer, m, skipped ? 0 : layer.q_size);
-            if (skipped) m = 0;
-            if (m == 0) break;
-            attention(layer);
+            if (layer.recurs()) {
+                recur(layer, m);
+            } else {
+                rotate_and_store(layer, m, skipped ? 0 : layer.q_size);
+                if (skipped) m = 0;
+                if (m == 0) break;
+                attention(layer);
+            }
             if (is_cut) {  // only tokens with logits are still needed
                 m = (int64_t)kept.size();
                 for (int64_t i = 0; i < m; ++i) {
@@ -326,6 +347,7 @@ class Decoder : public Model {
                     memmove(inputs_.data() + i * inputs, inputs_.data() + kept[i] * inputs, inputs * sizeof(float));
                 }
             }
+            if (m == 0) break;
             if (layer.w.gate.data) gate(layer, m);
             add_block(layer.w.attention_norm, m, [&](float* y, bool adds) {
                 multiply(layer.o, attended_, ld_q_, m, y, s_.hidden, adds);
@@ -733,6 +755,57 @@ class Decoder : public Model {
         });
     }
 
+    // Gated DeltaNet of the slice: attended_ = norm(output) silu(z) for each head.
+    void recur(const Layer& layer, int64_t m) {
+        const Recurrence& r = layer.w.recurrence;
+        reserve(betas_, m, 2 * r.value_heads), reserve(mixed_, m, layer.w.qkv.rows - layer.q_size);
+        multiply(layer.beta_decay, normed_, ld_hidden_, m, betas_.data(), 2 * r.value_heads, false);
+        const GatedDelta<T> delta = delta_of(layer);
+        const int64_t channels = delta.channels(), first = channels - layer.q_size;
+        std::vector<DeltaRun> runs;
+        std::vector<int64_t> run_of_token(m);
+        int64_t token = 0;
+        for (const Piece& piece : slice_) {
+            const bool decodes = piece.flags & (kFromDevice | kDrafts);
+            const bool goes_on = !runs.empty() && runs.back().row == piece.row && !runs.back().decodes && !decodes;
+            if (goes_on) runs.back().stop = piece.stop;
+            else runs.push_back({piece.row, piece.start, piece.stop, token, decodes});
+            std::fill_n(&run_of_token[token], piece.stop - piece.start, (int64_t)runs.size() - 1);
+            token += piece.stop - piece.start;
+        }
+        for_each_token(m, [&](int64_t t) {
+            const DeltaRun& run = runs[run_of_token[t]];
+            delta.convolve(run, t - run.token);
+        });
+        const int64_t each = r.value_heads + 1;
+        for_each_item((int64_t)runs.size() * each, [&](int64_t i, int thread) {
+            if (i % each == r.value_heads) return delta.store_inputs(runs[i / each]);
+            delta.mix(runs[i / each], i % each, delta_scratch_[thread]);
+        });
+        for_each_token(m, [&](int64_t t) {
+            float* heads = &mixed_[t * channels + first];
+            const float* z = &qkv_[t * qkv_size_ + channels];
+            for (int64_t i = 0; i < layer.q_size; i += r.value_dim)
+                norm(heads + i, r.norm, r.value_dim, s_.block_eps, false, heads + i);
+            for (int64_t i = 0; i < layer.q_size; i += kLanes)
+                put(&attended_[t * ld_q_ + i], Vec::load(heads + i) * activate(kSilu, Vec::load(z + i)));
+        });
+    }
+
+    // Call f(item, thread) for items of some microseconds each, in parallel.
+    template <class F>
+    void for_each_item(int64_t count, const F& f) const {
+        const int n = (int)std::min<int64_t>(count, 64 * pool_.size());
+        pool_.run(n, [&](int piece, int thread) {
+            for (int64_t i = part(count, n, piece); i < part(count, n, piece + 1); ++i) f(i, thread);
+        });
+    }
+
+    GatedDelta<T> delta_of(const Layer& layer) {
+        return {layer.w.recurrence, layer.w.page_table, s_.table_width, captures_,       num_captures_,
+                qkv_.data(),        qkv_size_,          betas_.data(),  mixed_.data()};
+    }
+
     Cache<T> cache_of(const Layer& layer) const {
         const LayerWeights& w = layer.w;
         return {(char*)w.cache, w.cache_stride, w.kv_heads, s_.page, w.dim, (char*)w.cache_scale};
@@ -745,6 +818,7 @@ class Decoder : public Model {
     int64_t ahead_;  // the token at which a slot's output is computed, counted from the slot's own
     int64_t query_rows_;  // of an item of attention, at most
     std::vector<AttentionScratch<T>> scratch_;
+    std::vector<DeltaScratch> delta_scratch_;
     std::vector<Layer> layers_;
     Weight<T> head_, input_projection_;
     Weight<T> fc_;
@@ -753,6 +827,8 @@ class Decoder : public Model {
     int64_t ld_hidden_, ld_q_, state_size_;
     std::vector<Backlog> backlogs_;  // of a drafter, by row
     std::vector<Sample> sampled_;    // by the current step
+    const Copy* captures_ = nullptr;  // of the current step
+    int64_t num_captures_ = 0;
     // The current slice.
     std::vector<int32_t> ids_;
     std::vector<int64_t> positions_, rows_;
@@ -760,7 +836,7 @@ class Decoder : public Model {
     std::vector<Item> items_;
     std::vector<Span> spans_;
     std::vector<Choice> choices_;
-    Aligned<float> x_, out_, embedded_, qkv_, drafted_, router_in_, scores_, expert_out_, mixed_, inputs_;
+    Aligned<float> x_, out_, embedded_, qkv_, drafted_, router_in_, scores_, expert_out_, mixed_, inputs_, betas_;
     Aligned<X> normed_, q_, attended_, gates_, inner_, expert_in_;
     std::vector<QuantGroup> states_, taps_;
 };
@@ -793,6 +869,8 @@ void minisgl_destroy(void* model) { delete static_cast<Model*>(model); }
 void minisgl_step(void* model, const StepPlan* plan, int32_t* tokens, int32_t* finite) {
     static_cast<Model*>(model)->step(*plan, tokens, finite);
 }
+// Move the states of recurrent layers on.
+void minisgl_fold(void* model, const Fold* folds, int64_t count) { static_cast<Model*>(model)->fold(folds, count); }
 // Confirm the drafts of a step: `confirmed` [S] has ones, which become 0 after a rejected draft.
 void minisgl_verify(void* model, const StepPlan* plan, const int32_t* tokens, const int32_t* finite, int32_t* confirmed,
                     int32_t* ready) {

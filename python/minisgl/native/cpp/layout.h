@@ -2,7 +2,7 @@
 #pragma once
 #include <cstdint>
 
-constexpr int64_t kLayoutVersion = 2105312432;
+constexpr int64_t kLayoutVersion = 4017158067;
 
 namespace minisgl {
 
@@ -10,6 +10,7 @@ enum Flag : int32_t { kSamples = 1, kFromDevice = 2, kPenalized = 4, kFiltered =
 
 enum Activation : int64_t { kSilu, kGeluTanh, kGelu, kRelu2, kClamped, kSigmoid, kSoftplus };
 constexpr int kMaxDrafts = 8, kProposed = 17;
+constexpr int kSlotId = 0, kStateLen = 1;
 
 // Records of a plan: 32-bit words, without padding.
 #pragma pack(push, 4)
@@ -41,6 +42,14 @@ struct Proposal {
     int32_t row, first, tokens[17];
 };
 static_assert(sizeof(Proposal) == 76);
+struct Copy {
+    int32_t source, target, row, position;
+};
+static_assert(sizeof(Copy) == 16);
+struct Fold {
+    int32_t slot, start, stop;
+};
+static_assert(sizeof(Fold) == 12);
 #pragma pack(pop)
 
 struct Packed {
@@ -48,12 +57,21 @@ struct Packed {
     int64_t bits, rows, cols;
     const float *bias;
 };
+struct Recurrence {
+    const float *conv;
+    const float *rate, *dt_bias, *norm;
+    int64_t key_heads, value_heads, key_dim, value_dim, width, tokens;
+    int64_t stride;
+    void *delta, *recent, *decay, *inputs;
+};
 struct LayerWeights {
     Packed qkv, o;
     Packed up, down, shared_up, shared_down;
     Packed router;
     Packed gate;
     Packed input_gate, input_projection;
+    Packed beta_decay;
+    Recurrence recurrence;
     const float *rank_bias, *expert_scales;
     const float *input_norm, *attention_norm, *mlp_norm, *output_norm;
     const float *router_norm, *dense_norm, *experts_norm, *mixed_norm;
@@ -100,8 +118,9 @@ struct StepPlan {
     const RowState *row_states;
     const int32_t *histories;
     const Proposal *proposals;
+    const Copy *captures;
     const int32_t *masks;
-    int64_t num_slots, num_page_writes, num_row_states, num_history_words, num_proposals;
+    int64_t num_slots, num_page_writes, num_row_states, num_history_words, num_proposals, num_captures;
 };
 
 }  // namespace minisgl

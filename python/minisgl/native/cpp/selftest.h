@@ -91,8 +91,9 @@ inline bool e4m3_is_correct() {
     return true;
 }
 
-// Whether a tiny model gives the same finite logits, bit by bit, for a whole prompt and token by token. With
-// `has_experts`, two of three experts and a shared one, gates, and LayerNorm before and after blocks.
+// Whether a tiny model gives the same finite logits, bit by bit, for a whole prompt and for tokens that decode. With
+// `has_experts`, two of three experts and a shared one, gates, a recurrent first layer, and LayerNorm before and after
+// blocks.
 template <class T, class W>
 bool step_is_deterministic(bool has_scales, bool has_experts) {
     constexpr int64_t layers = 2, hidden = 64, inner = 96, vocab = 80, heads = 4, kv_heads = 2, dim = 96, page = 16;
@@ -107,7 +108,12 @@ bool step_is_deterministic(bool has_scales, bool has_experts) {
     std::vector<std::vector<W>> store;
     constexpr int64_t data_bytes = 2 * kv_heads * page * dim * sizeof(T), page_bytes = data_bytes + 2 * kv_heads * page * 4;
     Aligned<char> cache(pages * layers * page_bytes);
-    std::vector<int32_t> table(rows * pages);
+    std::vector<int32_t> table(rows * pages), slots(rows * pages);
+    constexpr int64_t value_heads = 8, value_dim = heads * dim / value_heads, channels = (2 * kv_heads + heads) * dim;
+    constexpr int64_t recent = 20, width = 4, slot_size = value_heads * dim * value_dim, rings = 3 * recent * channels;
+    const std::vector<float> conv = random_weights<float, float>(kLanes, channels, random, values);
+    const std::vector<float> rates(value_heads, -0.5f);
+    Aligned<float> states(2 * (slot_size + rings), NAN);  // of two rows
     LayerWeights weights[layers];
     for (LayerWeights& w : weights) {
         const auto packed = [&](int64_t rows, int64_t cols, int64_t count) -> Packed {
@@ -124,7 +130,17 @@ bool step_is_deterministic(bool has_scales, bool has_experts) {
         if (!has_experts) continue;
         w.shared_up = packed(2 * inner, hidden, 1), w.shared_down = packed(hidden, inner, 1);
         w.router = {router.data(), 0, experts + 1, hidden, nullptr};
-        w.attention_norm = w.output_norm = ones.data(), w.gate = packed(heads * dim, hidden, 1);
+        w.attention_norm = w.output_norm = ones.data();
+        if (&w != weights) {
+            w.gate = packed(heads * dim, hidden, 1);
+            continue;
+        }
+        w.qkv = packed(channels + heads * dim, hidden, 1), w.beta_decay = packed(2 * value_heads, hidden, 1);
+        w.heads = w.kv_heads = 0, w.page_table = slots.data();
+        float* ring = states.data() + slot_size;
+        w.recurrence = {conv.data(), rates.data(), ones.data(), ones.data(), kv_heads, value_heads, dim, value_dim,
+                        width, recent, (slot_size + rings) * 4, states.data(), ring, ring + recent * channels,
+                        ring + rings / 2};
     }
     const std::vector<W> head = matrix(vocab, hidden);
     std::vector<int32_t> last(rows), tokens_in(tokens), sampled(rows), finite(rows);
@@ -150,7 +166,13 @@ bool step_is_deterministic(bool has_scales, bool has_experts) {
     };
     const std::vector<float> whole = run({0, 0, (int32_t)tokens, kSamples}, 0);
     std::vector<float> one_by_one;
-    for (int32_t t = 0; t < (int32_t)tokens; ++t) one_by_one = run({1, t, t + 1, kSamples}, t);
+    slots[pages] = 1, slots[pages + kStateLen] = 1;
+    for (int32_t t = 0; t < (int32_t)tokens; ++t) {
+        const Fold due = {1, slots[pages + kStateLen], t};
+        if (due.stop - due.start == 16) net.fold(&due, 1), slots[pages + kStateLen] = t;
+        last[1] = tokens_in[t];
+        one_by_one = run({1, t, t + 1, t > 0 ? kSamples | kFromDevice : kSamples}, t);
+    }
     for (float x : whole)
         if (!std::isfinite(x)) return false;
     return whole == one_by_one && finite[0] == 1;
