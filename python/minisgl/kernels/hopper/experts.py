@@ -1,0 +1,161 @@
+"""Launches `experts.cu`, the grouped GEMMs of experts in MXFP4 in CUDA C++.
+
+Letters are those of `moe.py` in `kernels/triton`: P pairs of a token and an expert, N output features, K input features.
+"""
+
+from __future__ import annotations
+
+import ctypes
+from functools import partial
+from typing import Final, NamedTuple
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor, empty
+from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
+
+from minisgl.core.rounding import ceil_div
+from minisgl.kernels.hopper.gemv import GATES
+from minisgl.kernels.hopper.nvrtc import Map, hopper_source, launch, load_kernel, tensor_map
+from minisgl.kernels.hopper.wgmma import Instruction, multiply_source
+from minisgl.kernels.triton.launch import is_noted, pdl_options
+from minisgl.kernels.triton.moe import combine
+from minisgl.kernels.triton.moe_routing import Lists, route_and_list
+from minisgl.kernels.triton.product import Mixture
+from minisgl.ops.quantized import MXFP4, Quantized
+from minisgl.ops.reference import Experts
+
+PRODUCT: Final = Instruction("k16.f32.bf16.bf16", ", 1, 1, 0", name="multiply_left", has_left=True)
+MEMORY: Final = 227 << 10  # of an SM, less 1 KB for each CTA
+MAX_INPUTS: Final = 4096  # whose scales leave enough memory for copies
+CHUNK: Final = 64
+
+
+class Arguments(ctypes.Structure):
+    """`struct Mixture` in `experts.cu`."""
+
+    _fields_ = [
+        *((name, Map) for name in ("x", "weight")),
+        *((name, ctypes.c_void_p) for name in ("scale", "bias", "out", "order", "tiles")),
+        *((name, ctypes.c_int) for name in ("n_out", "chunks")),
+        ("unused", ctypes.c_char * 16),
+    ]
+
+
+class Tiling(NamedTuple):
+    """Pairs and weight rows of a tile, warpgroups and stages of weights of a CTA, CTAs per SM, chunks of a copy of x."""
+
+    columns: int
+    tile: int
+    groups: int
+    stages: int
+    ctas: int
+    x_chunks: int
+
+
+# Bounds are the mean number of rows per expert.
+TILINGS: Final = (
+    (2.0, Tiling(8, 128, 2, 4, 2, 4)),
+    (10.0, Tiling(16, 128, 2, 3, 2, 4)),
+    (24.0, Tiling(32, 128, 2, 3, 2, 2)),
+    (48.0, Tiling(64, 256, 2, 3, 1, 1)),
+    (float("inf"), Tiling(128, 256, 2, 3, 1, 1)),
+)
+
+
+def tiling(pairs: int, experts: int) -> Tiling:
+    """Return the tiles for a mean number of pairs per expert."""
+    return next(found for rows, found in TILINGS if pairs <= rows * experts)
+
+
+class Plan(NamedTuple):
+    """Macros, threads and bytes of shared memory of a CTA."""
+
+    defines: dict[str, int | str]
+    threads: int
+    shared: int
+
+
+def plan(size: Tiling, n_in: int, gate: str) -> Plan:
+    """Give x the memory that weights and scales leave."""
+    columns, tile, groups, stages, ctas, x_chunks = size
+    x_bytes, rest = columns * 128 * x_chunks, 2 * tile * (n_in // 32) + 2048
+    x_stages = min(16, (MEMORY // ctas - rest - stages * tile * 128) // x_bytes)
+    defines: dict[str, int | str] = {
+        "COLUMNS": columns, "TILE": tile, "GROUPS": groups, "STAGES": stages, "X_CHUNKS": x_chunks,
+        "X_STAGES": x_stages, "CTAS": ctas, "GATE": GATES.index(gate), "IS_HALF": 0, "IS_INT": 0,
+    }  # fmt: skip
+    threads = groups * 128 + (128 if tile > groups * 64 else 32)
+    return Plan(defines, threads, stages * tile * 128 + x_stages * x_bytes + rest)
+
+
+def refuses(m: Mixture) -> str | None:
+    """Return why `experts.cu` does not run a mixture."""
+    if m.kinds != (MXFP4, MXFP4) or m.dtype is not torch.bfloat16:
+        return "for MXFP4 and tokens in bfloat16"
+    return None if max(m.hidden, m.size) <= MAX_INPUTS else f"for experts of up to {MAX_INPUTS} features"
+
+
+@triton.jit
+def _gather(x_ptr, order_ptr, out_ptr, n, TOP_K: tl.constexpr, BLOCK: tl.constexpr, PDL: tl.constexpr):
+    """out[i] = x of the token of pair order[i], with the even columns of each 16 before the odd ones; grid P."""
+    if PDL:
+        gdc_wait()
+        gdc_launch_dependents()  # only now: `experts.cu` reads the tiles before it waits
+    source = tl.load(order_ptr + tl.program_id(0)).to(tl.int64) // TOP_K
+    offs = tl.arange(0, BLOCK)
+    column = offs // 16 * 16 + offs % 8 * 2 + offs // 8 % 2
+    x = tl.load(x_ptr + source * n + column, mask=offs < n)
+    tl.store(out_ptr + tl.program_id(0).to(tl.int64) * n + offs, x, mask=offs < n)
+
+
+def gather(x: Tensor, lists: Lists, top_k: int) -> Tensor:
+    """x [T, K] -> [P, K], the rows that `experts.cu` multiplies."""
+    out = empty((len(lists.order), x.shape[1]), dtype=x.dtype, device=x.device)
+    block = triton.next_power_of_2(x.shape[1])
+    _gather[(len(out),)](x, lists.order, out, x.shape[1], TOP_K=top_k, BLOCK=block, **pdl_options(x.device))
+    return out
+
+
+def multiply(
+    x: Tensor, weight: Quantized, lists: Lists, size: Tiling, bias: Tensor | None, gate: str
+) -> Tensor | None:
+    """x [P, K] as of `gather`, weight [E, n_rows, K] -> [P, N]; None if the kernel cannot be compiled.
+
+    With a gate, the result is what the next product takes. Without one, it is in the order of pairs.
+    """
+    (count, n_rows, n_in), device, halves = weight.shape, x.device, 2 if gate else 1
+    n_out, made = n_rows // halves, plan(size, n_in, gate)
+    out = empty((len(x), n_out), dtype=x.dtype, device=device)
+    header = hopper_source("wgmma", "gemms") + multiply_source(size.columns, PRODUCT)
+    load = partial(load_kernel, device, "experts", header, **made.defines)
+    if is_noted((device, "experts", *made.defines.items()), load):
+        return out
+    kernel = load()
+    if kernel is None:
+        return None
+    x_map = tensor_map(
+        x.data_ptr(), (CHUNK * 2, len(x), n_in // CHUNK), (n_in * 2, CHUNK * 2), (CHUNK * 2, size.columns, size.x_chunks)
+    )
+    row, box = n_in // 2, (128, size.tile // halves, halves, 1)
+    strides = row, n_out * row, n_rows * row
+    weight_map = tensor_map(weight.data.data_ptr(), (row, n_out, halves, count), strides, box)
+    tensors = weight.scale, bias, out, lists.order, lists.tiles
+    pointers = (None if each is None else each.data_ptr() for each in tensors)
+    arguments = Arguments(x_map, weight_map, *pointers, n_out, n_in // CHUNK)
+    num_sms = torch.cuda.get_device_properties(device).multi_processor_count
+    grid = min(num_sms * size.ctas, lists.max_tiles * ceil_div(n_rows, size.tile))
+    launch(kernel, arguments, device, grid, made.threads, made.shared)
+    return out
+
+
+def cuda_mixture(x: Tensor, router_logits: Tensor, experts: Experts) -> Tensor | None:
+    """`reference.moe`; None if the kernel cannot be compiled."""
+    gate_up, down, top_k, normalise, gate_up_bias, down_bias, gate, scale = experts
+    assert isinstance(gate_up, Quantized) and isinstance(down, Quantized), "`refuses` has a reason"
+    size = tiling(len(x) * top_k, len(gate_up))
+    weights, lists = route_and_list(router_logits, top_k, normalise, size.columns, scale)
+    hidden = multiply(gather(x, lists, top_k), gate_up, lists, size, gate_up_bias, gate)
+    outputs = None if hidden is None else multiply(hidden, down, lists, size, down_bias, "")
+    return None if outputs is None else combine(outputs, weights)
