@@ -28,7 +28,7 @@ def test_plans() -> None:
         for n_in in (128, 2880, MAX_INPUTS):
             defines, _, shared = plan(size, n_in, "silu")
             stages = int(defines["X_STAGES"])
-            used = stages * size.columns * 128 * size.x_chunks + size.stages * size.tile * 128
+            used = stages * size.columns * 128 * size.x_chunks + size.stages * size.tile * size.chunks * 32
             used += 2 * size.tile * (n_in // 32) + 16 * (stages + size.stages + 2) + 1024
             assert stages >= 2 and used <= shared <= (227 << 10) // size.ctas - 1024 * (size.ctas - 1)
     assert ctypes.sizeof(Arguments) % 64 == 0
@@ -57,6 +57,7 @@ def listed(chosen: Tensor, count: int, block_m: int) -> Lists:
     ("size", "hidden", "inner", "gate"),
     [
         (Tiling(8, 128, 2, 2, 2, 4), 192, 64, "silu"),  # less than a tile
+        (Tiling(16, 128, 2, 2, 2, 3, 9), 704, 320, "silu"),
         (Tiling(16, 256, 2, 2, 1, 1), 704, 192, "clamped"),  # two parts of rows, a tile of which is beyond the end
     ],
     ids=str,

@@ -44,7 +44,7 @@ class Arguments(ctypes.Structure):
 
 
 class Tiling(NamedTuple):
-    """Pairs and weight rows of a tile, warpgroups and stages of weights of a CTA, CTAs per SM, chunks of a copy of x."""
+    """Pairs and weight rows of a tile; warpgroups and stages of a CTA; CTAs per SM; chunks of a copy of x, of weights."""
 
     columns: int
     tile: int
@@ -52,6 +52,7 @@ class Tiling(NamedTuple):
     stages: int
     ctas: int
     x_chunks: int
+    chunks: int = 4
 
 
 # Bounds are the mean number of rows per expert.
@@ -79,15 +80,15 @@ class Plan(NamedTuple):
 
 def plan(size: Tiling, n_in: int, gate: str) -> Plan:
     """Give x the memory that weights and scales leave."""
-    columns, tile, groups, stages, ctas, x_chunks = size
-    x_bytes, rest = columns * 128 * x_chunks, 2 * tile * (n_in // 32) + 2048
-    x_stages = min(16, (MEMORY // ctas - rest - stages * tile * 128) // x_bytes)
+    columns, tile, groups, stages, ctas, x_chunks, chunks = size
+    x_bytes, stage, rest = columns * 128 * x_chunks, tile * chunks * 32, 2 * tile * (n_in // 32) + 2048
+    x_stages = min(16, (MEMORY // ctas - rest - stages * stage) // x_bytes)
     defines: dict[str, int | str] = {
-        "COLUMNS": columns, "TILE": tile, "GROUPS": groups, "STAGES": stages, "X_CHUNKS": x_chunks,
-        "X_STAGES": x_stages, "CTAS": ctas, "GATE": GATES.index(gate), "IS_HALF": 0, "IS_INT": 0,
+        "COLUMNS": columns, "TILE": tile, "GROUPS": groups, "STAGES": stages, "CHUNKS": chunks, "X_CHUNKS": x_chunks,
+        "X_STAGES": x_stages, "CTAS": ctas, "GATE": GATES.index(gate), "IS_HALF": 0, "IS_INT": 0, "HINT": 0,
     }  # fmt: skip
     threads = groups * 128 + (128 if tile > groups * 64 else 32)
-    return Plan(defines, threads, stages * tile * 128 + x_stages * x_bytes + rest)
+    return Plan(defines, threads, stages * stage + x_stages * x_bytes + rest)
 
 
 def refuses(m: Mixture) -> str | None:
@@ -98,23 +99,30 @@ def refuses(m: Mixture) -> str | None:
 
 
 @triton.jit
-def _gather(x_ptr, order_ptr, out_ptr, n, TOP_K: tl.constexpr, BLOCK: tl.constexpr, PDL: tl.constexpr):
-    """out[i] = x of the token of pair order[i], with the even columns of each 16 before the odd ones; grid P."""
+def _gather(x_ptr, order_ptr, out_ptr, quads, TOP_K: tl.constexpr, BLOCK: tl.constexpr, PDL: tl.constexpr):
+    """out[i] = x of the token of pair order[i], with the even columns of each 16 before the odd ones; grid P.
+
+    x is read as int64, four columns, and out is written as int32, two columns.
+    """
     if PDL:
         gdc_wait()
         gdc_launch_dependents()  # only now: `experts.cu` reads the tiles before it waits
     source = tl.load(order_ptr + tl.program_id(0)).to(tl.int64) // TOP_K
     offs = tl.arange(0, BLOCK)
-    column = offs // 16 * 16 + offs % 8 * 2 + offs // 8 % 2
-    x = tl.load(x_ptr + source * n + column, mask=offs < n)
-    tl.store(out_ptr + tl.program_id(0).to(tl.int64) * n + offs, x, mask=offs < n)
+    x = tl.load(x_ptr + source * quads + offs, mask=offs < quads)
+    even, odd = (x & 0xFFFF) | (x >> 16 & 0xFFFF0000), (x >> 16 & 0xFFFF) | (x >> 32 & 0xFFFF0000)
+    out_ptrs = out_ptr + tl.program_id(0).to(tl.int64) * quads * 2 + offs // 4 * 8 + offs % 4
+    tl.store(out_ptrs, even.to(tl.int32), mask=offs < quads)
+    tl.store(out_ptrs + 4, odd.to(tl.int32), mask=offs < quads)
 
 
 def gather(x: Tensor, lists: Lists, top_k: int) -> Tensor:
     """x [T, K] -> [P, K], the rows that `experts.cu` multiplies."""
-    out = empty((len(lists.order), x.shape[1]), dtype=x.dtype, device=x.device)
-    block = triton.next_power_of_2(x.shape[1])
-    _gather[(len(out),)](x, lists.order, out, x.shape[1], TOP_K=top_k, BLOCK=block, **pdl_options(x.device))
+    out, quads = empty((len(lists.order), x.shape[1]), dtype=x.dtype, device=x.device), x.shape[1] // 4
+    _gather[(len(out),)](
+        x.view(torch.int64), lists.order, out.view(torch.int32), quads,
+        TOP_K=top_k, BLOCK=triton.next_power_of_2(quads), **pdl_options(x.device),
+    )  # fmt: skip
     return out
 
 
@@ -138,7 +146,7 @@ def multiply(
     x_map = tensor_map(
         x.data_ptr(), (CHUNK * 2, len(x), n_in // CHUNK), (n_in * 2, CHUNK * 2), (CHUNK * 2, size.columns, size.x_chunks)
     )
-    row, box = n_in // 2, (128, size.tile // halves, halves, 1)
+    row, box = n_in // 2, (size.chunks * CHUNK // 2, size.tile // halves, halves, 1)
     strides = row, n_out * row, n_rows * row
     weight_map = tensor_map(weight.data.data_ptr(), (row, n_out, halves, count), strides, box)
     tensors = weight.scale, bias, out, lists.order, lists.tiles

@@ -8,14 +8,14 @@
 // that loads four bytes finds inputs 0 and 2, and 1 and 3, in places of the same kind. They are the neighbours of a
 // fragment if x has the even inputs of each 16 before the odd ones, which `gather` and the results of a gate have.
 //
-// Macros from the compiler's options: COLUMNS, TILE, GROUPS (warpgroups that multiply), STAGES (of 256 inputs of
-// weights), X_CHUNKS, X_STAGES (of X_CHUNKS chunks of x), CTAS (per SM), GATE.
+// Macros from the compiler's options: COLUMNS, TILE, GROUPS (warpgroups that multiply), STAGES (of CHUNKS
+// chunks of weights), X_CHUNKS, X_STAGES (of X_CHUNKS chunks of x), CTAS (per SM), GATE.
 
 constexpr int SUBS = TILE / GROUPS / 64, BLOCKS = COLUMNS / 8, HALVES = GATE ? 2 : 1;
 constexpr int OUTPUTS = TILE / HALVES, SUB_OUTPUTS = 64 / HALVES;  // of a tile, and of 64 of its rows
-constexpr int CHUNKS = 4, STAGE_BYTES = TILE * 128, X_BYTES = COLUMNS * 128 * X_CHUNKS;
+constexpr int UNROLLED = CHUNKS % 3 ? CHUNKS : 3;
+constexpr int PITCH = CHUNKS * 32, STAGE_BYTES = TILE * PITCH, X_BYTES = COLUMNS * 128 * X_CHUNKS;
 constexpr int CONSUMERS = GROUPS * 128, THREADS = CONSUMERS + (SUBS > 1 ? 128 : 32);
-constexpr int LAG = SUBS > 1 ? 1 : 2;  // chunks that may still be multiplied while the next is widened
 constexpr int SHIFT = 64;              // a weight is 2^SHIFT times smaller, so that its scale is a positive float
 
 struct Mixture {
@@ -33,8 +33,13 @@ __device__ __forceinline__ void copy_box(u32 to, const Map &map, int x, int y, i
                  ::"r"(to), "l"(&map), "r"(x), "r"(y), "r"(z), "r"(barrier) : "memory");
 }
 __device__ __forceinline__ void copy_rows(u32 to, const Map &map, int column, int row, int expert, u32 barrier, u64 policy) {
-    asm volatile("cp.async.bulk.tensor.4d.shared::cluster.global.mbarrier::complete_tx::bytes.L2::cache_hint "
-                 "[%0], [%1, {%2, %3, %4, %5}], [%6], %7;"
+    asm volatile("cp.async.bulk.tensor.4d.shared::cluster.global.mbarrier::complete_tx::bytes"
+#if HINT
+                 ".L2::cache_hint [%0], [%1, {%2, %3, %4, %5}], [%6], %7;"
+#else
+                 " [%0], [%1, {%2, %3, %4, %5}], [%6];"
+#endif
+                 
                  ::"r"(to), "l"(&map), "r"(column), "r"(row), "r"(0), "r"(expert), "r"(barrier), "l"(policy) : "memory");
 }
 __device__ __forceinline__ u32 multiply_bfloats(u32 a, u32 b) {
@@ -134,21 +139,22 @@ extern "C" __global__ void __launch_bounds__(THREADS, CTAS) experts(const __grid
         fence_barriers();
     }
     __syncthreads();
-    const int count = a.tiles[0] * columns;
-    if (thread >= CONSUMERS) {
+    // Shuffled, so that the compiler knows that all lanes have the same.
+    const int count = __shfl_sync(~0u, a.tiles[0], 0) * columns, warp = __shfl_sync(~0u, thread / 32, 0);
+    if (warp >= CONSUMERS / 32) {
         if (SUBS > 1) give_up_registers<24>();
         if (thread == CONSUMERS) copy_all(a, weights, x, scales, columns, count);
         return;
     }
     if (SUBS > 1) take_registers<240>();
-    const int lane = thread % 32, part = thread / 128 * SUBS * SUB_OUTPUTS + thread / 32 % 4 * 16 / HALVES;  // the warp's first output
+    const int lane = thread % 32, part = warp / 4 * SUBS * SUB_OUTPUTS + warp % 4 * 16 / HALVES;  // the warp's first output
     // Rows of 16: of this lane's address for ldmatrix; g and g + 8, which its results are of.
     const int loaded = GATE ? lane / 8 % 2 * OUTPUTS + row_of(part + lane % 8) : part + lane % 16;
     const int low = row_of(part + lane / 4), high = GATE ? OUTPUTS + low : low + 8;
-    const u32 loaded_at = weights.slots + loaded * 128;
+    const u32 loaded_at = weights.slots + loaded * PITCH;
     Ring x_read = x, weights_read = weights;  // what has been multiplied
-    float4 sums[2][BLOCKS];  // of both parts of the rows, or of even and odd chunks: else the compiler lets products wait
-    u32 left[2][4][4];
+    float4 sums[SUBS][BLOCKS];
+    u32 left[SUBS][4][4];
     auto release = [&](int chunk, bool is_last) {
         if ((chunk + 1) % X_CHUNKS == 0 || is_last) {
             if (lane == 0) arrive(x_read.empty + x_read.slot * 8);
@@ -161,44 +167,51 @@ extern "C" __global__ void __launch_bounds__(THREADS, CTAS) experts(const __grid
     };
     for (int i = (int)blockIdx.x; i < count; i += (int)gridDim.x) {
         const Tile tile = tile_at(a, i, columns);
+        float bias[SUBS][2] = {};  // loaded before it is needed
 #pragma unroll
-        for (int j = 0; j < 2 * BLOCKS; j++) sums[j / BLOCKS][j % BLOCKS] = {0, 0, 0, 0};
+        for (int j = 0; j < SUBS * 2; j++) {
+            const int row = tile.column + low + j / 2 * SUB_OUTPUTS + (GATE ? 0 : j % 2 * 8);
+            const long long from = ((long long)tile.expert * HALVES + (GATE ? j % 2 : 0)) * a.n_out + row;
+            if (a.bias && row < a.n_out) bias[j / 2][j % 2] = widen(a.bias[from]);
+        }
+#pragma unroll
+        for (int j = 0; j < SUBS * BLOCKS; j++) sums[j / BLOCKS][j % BLOCKS] = {0, 0, 0, 0};
         wait(scales.full + scales.slot * 8, scales.parity);
         const u8 *const exponents = shared + (scales.slots - address(shared)) + scales.slot * TILE * groups;
         for (int first = 0;; first += CHUNKS) {
             wait(weights.full + weights.slot * 8, weights.parity);
             const u32 stage = loaded_at + weights.slot * STAGE_BYTES;
-#pragma unroll
+#pragma unroll UNROLLED
             for (int c = 0; c < CHUNKS; c++) {
                 const int chunk = first + c;
                 if (c % X_CHUNKS == 0) wait(x.full + x.slot * 8, x.parity);
                 const u64 right = matrix_at(x.slots + x.slot * X_BYTES + c % X_CHUNKS * COLUMNS * 128);
+                u32 packed[SUBS][4], scale[SUBS][2][2];
 #pragma unroll
                 for (int s = 0; s < SUBS; s++) {
-                    u32 packed[4];
-                    load_matrices(packed, (stage + s * SUB_OUTPUTS * 128) + ((c * 2 + lane / 16) ^ loaded % 8) * 16);
-                    const u32 e = *(const u16 *)(exponents + (low + s * SUB_OUTPUTS) * groups + chunk * 2);
-                    const u32 f = *(const u16 *)(exponents + (high + s * SUB_OUTPUTS) * groups + chunk * 2);
-                    const u32 scale[2][2] = {{scale_of(e & 255), scale_of(f & 255)}, {scale_of(e >> 8), scale_of(f >> 8)}};
-                    wait_for_products<1>();
-                    if (s == SUBS - 1 && chunk >= LAG) release((c + CHUNKS - LAG) % CHUNKS, false);
-                    u32(&to)[4][4] = left[(c * SUBS + s) % 2];
+                    load_matrices(packed[s], (stage + s * SUB_OUTPUTS * PITCH) + ((c * 2 + lane / 16) ^ (PITCH == 128 ? loaded % 8 : 0)) * 16);
 #pragma unroll
-                    for (int j = 0; j < 2; j++) {  // 16 bytes
-#pragma unroll
-                        for (int r = 0; r < 2; r++) {  // rows g and g + 8
-                            const u32 v = packed[j * 2 + r];
-                            to[j][r] = widened<0>(v, scale[0][r]), to[j][2 + r] = widened<0>(v >> 8, scale[0][r]);
-                            to[j + 2][r] = widened<1>(v, scale[1][r]), to[j + 2][2 + r] = widened<1>(v >> 8, scale[1][r]);
-                        }
+                    for (int r = 0; r < 2; r++) {  // rows g and g + 8
+                        const u32 both = *(const u16 *)(exponents + ((r ? high : low) + s * SUB_OUTPUTS) * groups + chunk * 2);
+                        scale[s][0][r] = scale_of(both & 255), scale[s][1][r] = scale_of(both >> 8);
                     }
-                    begin_products();
-#pragma unroll
-                    for (int k = 0; k < 4; k++) multiply_left(sums[(c * SUBS + s) % 2], to[k], right + 2 * k, 1);
-                    commit_products();
                 }
+                // Before registers change that products read: the compiler does not know that these read them late.
+                wait_for_products<0>();
+                if (chunk > 0) release((c + CHUNKS - 1) % CHUNKS, false);
+#pragma unroll
+                for (int i = 0; i < SUBS * 4; i++) {
+                    const int s = i / 4, j = i / 2 % 2, r = i % 2;  // j: 16 bytes
+                    const u32 v = packed[s][j * 2 + r];
+                    left[s][j][r] = widened<0>(v, scale[s][0][r]), left[s][j][2 + r] = widened<0>(v >> 8, scale[s][0][r]);
+                    left[s][j + 2][r] = widened<1>(v, scale[s][1][r]), left[s][j + 2][2 + r] = widened<1>(v >> 8, scale[s][1][r]);
+                }
+                begin_products();
+#pragma unroll
+                for (int i = 0; i < SUBS * 4; i++) multiply_left(sums[i / 4], left[i / 4][i % 4], right + i % 4 * 2, 1);
+                commit_products();
                 if (c % X_CHUNKS == X_CHUNKS - 1) x.advance<X_STAGES>();
-                if (chunk + 1 == a.chunks) goto multiplied;  // from here no path leads to more products, as the compiler must see
+                if (chunk + 1 == a.chunks) goto multiplied;
             }
             weights.advance<STAGES>();
         }
@@ -206,20 +219,17 @@ extern "C" __global__ void __launch_bounds__(THREADS, CTAS) experts(const __grid
         weights.advance<STAGES>();
         if (a.chunks % X_CHUNKS) x.advance<X_STAGES>();
         wait_for_products<0>();
-        for (int chunk = max(a.chunks - LAG, 0); chunk < a.chunks; chunk++) release(chunk, chunk + 1 == a.chunks);
+        release(a.chunks - 1, true);
         if (lane == 0) arrive(scales.empty + scales.slot * 8);
         scales.advance<2>();
-        const u16 *const bias = a.bias + (long long)tile.expert * HALVES * a.n_out + tile.column;
 #pragma unroll
         for (int s = 0; s < SUBS; s++) {
-            const int output = part + s * SUB_OUTPUTS, row = low + s * SUB_OUTPUTS, other = GATE ? a.n_out + row : row + 8;
-            const float b = a.bias && tile.column + row < a.n_out ? widen(bias[row]) : 0;
-            const float c = a.bias && tile.column + (GATE ? row : other) < a.n_out ? widen(bias[other]) : 0;
+            const int output = part + s * SUB_OUTPUTS;
+            const float b = bias[s][0], c = bias[s][1];
             constexpr float FACTOR = 18446744073709551616.f;  // 2^SHIFT
 #pragma unroll
             for (int j = 0; j < BLOCKS; j++) {
                 float4 v = sums[s][j];
-                if (SUBS == 1) v = {v.x + sums[1][j].x, v.y + sums[1][j].y, v.z + sums[1][j].z, v.w + sums[1][j].w};
                 v = {v.x * FACTOR + b, v.y * FACTOR + b, v.z * FACTOR + c, v.w * FACTOR + c};
                 if (GATE) {
                     store(a, tile, gated(v.x, v.z), gated(v.y, v.w), j * 8, output);
