@@ -264,7 +264,7 @@ u64 evict_first() { return 0; }
 
 void copy_box(Cta& into, u32 to, const Map& map, std::vector<long long> first, u32 barrier) {
     const u64 *sizes = map.words + 2, *strides = sizes + first.size(), *box = strides + first.size() - 1;
-    if (map.words[1] != first.size() || to % 1024 || box[0] % 16) fail("a wrong copy");
+    if (map.words[1] != first.size() || to % 1024 || box[0] != 128) fail("a wrong copy");
     long long rows = 1;
     for (size_t d = 1; d < first.size(); d++) rows *= box[d];
     for (long long r = 0; r < rows; r++) {
@@ -275,13 +275,12 @@ void copy_box(Cta& into, u32 to, const Map& map, std::vector<long long> first, u
             long long at = first[d] + rest % (long long)box[d];
             rest /= (long long)box[d], is_inside &= at >= 0 && at < (long long)sizes[d], from += at * (long long)strides[d - 1];
         }
-        for (int i = 0; i < (int)box[0]; i++) {
-            u32 at = to + r * box[0] + i;
+        for (int i = 0; i < 128; i++) {
             bool has = is_inside && first[0] + i < (long long)sizes[0];
-            into.shared[box[0] == 128 ? swizzled(at) : at] = has ? from[first[0] + i] : 0;
+            into.shared[swizzled(to + r * 128 + i)] = has ? from[first[0] + i] : 0;
         }
     }
-    into.change(barrier, [=](Barrier& b) { b.bytes -= rows * box[0]; });
+    into.change(barrier, [=](Barrier& b) { b.bytes -= rows * 128; });
 }
 void copy_x(u32 to, const Map& map, int column, u32 barrier) {  // of `gemm.cu`
     if (!running->has_waited) fail("x is read before the wait");

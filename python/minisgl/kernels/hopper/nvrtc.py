@@ -102,26 +102,24 @@ def find_or_compile(nvrtc: ctypes.CDLL, source: bytes, defines: dict[str, int | 
     return cubin
 
 
-PROMOTION = 3
-
-
 @lru_cache(1 << 14)
-def tensor_map(address: int, sizes: tuple[int, ...], strides: tuple[int, ...], box: tuple[int, ...]) -> Map:
+def tensor_map(
+    address: int, sizes: tuple[int, ...], strides: tuple[int, ...], box: tuple[int, ...], promotion: int = 3
+) -> Map:  # fmt: skip
     """Describe a tensor of bytes, innermost dimension first, to TMA; `strides` are those of all dimensions but it.
 
-    If rows of a box have 128 bytes, they lie in shared memory with 128-byte swizzling.
+    Rows of a box have 128 bytes, and lie in shared memory with 128-byte swizzling. L2 loads 256 bytes at a time, or with a
+    `promotion` of 0 what is asked for: better where rows do not begin at multiples of them.
     """
     found, n = libraries(), len(sizes)
     assert found is not None
     buffer = (ctypes.c_uint64 * 24)()
     start = round_up(ctypes.addressof(buffer), 64)  # the driver asks for this alignment
-    word = 1 if box[0] == 128 else 4  # bytes, since a box has at most 256 numbers in a row
-    sizes, box = (sizes[0] // word, *sizes[1:]), (box[0] // word, *box[1:])
     lists = (ctypes.c_uint64 * n)(*sizes), (ctypes.c_uint64 * n)(*strides), (ctypes.c_uint32 * n)(*box)
     ones = (ctypes.c_uint32 * n)(*[1] * n)
-    # Unsigned integers; without interleaving; 128-byte swizzling; loads of 256 bytes to L2; zeros beyond the end
+    # 8-bit unsigned integers; without interleaving; 128-byte swizzling; loads to L2; zeros beyond the end
     code = found[0].cuTensorMapEncodeTiled(
-        ctypes.c_void_p(start), word // 2, n, ctypes.c_void_p(address), *lists, ones, 0, 3 if word == 1 else 0, PROMOTION, 0
+        ctypes.c_void_p(start), 0, n, ctypes.c_void_p(address), *lists, ones, 0, 3, promotion, 0
     )
     check(code, "cuTensorMapEncodeTiled")
     return Map.from_buffer_copy(ctypes.string_at(start, ctypes.sizeof(Map)))

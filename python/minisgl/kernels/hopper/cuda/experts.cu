@@ -8,15 +8,14 @@
 // that loads four bytes finds inputs 0 and 2, and 1 and 3, in places of the same kind. They are the neighbours of a
 // fragment if x has the even inputs of each 16 before the odd ones, which `gather` and the results of a gate have.
 //
-// Macros from the compiler's options: COLUMNS, TILE, GROUPS (warpgroups that multiply), STAGES (of CHUNKS
-// chunks of weights), X_CHUNKS, X_STAGES (of X_CHUNKS chunks of x), CTAS (per SM), GATE.
+// Macros from the compiler's options: COLUMNS, TILE, GROUPS (warpgroups that multiply), STAGES (of four chunks of weights),
+// X_STAGES (of X_CHUNKS chunks of x), CTAS (per SM), GATE.
 
 constexpr int SUBS = TILE / GROUPS / 64, BLOCKS = COLUMNS / 8, HALVES = GATE ? 2 : 1;
 constexpr int OUTPUTS = TILE / HALVES, SUB_OUTPUTS = 64 / HALVES;  // of a tile, and of 64 of its rows
-constexpr int UNROLLED = CHUNKS % 3 ? CHUNKS : 3;
-constexpr int PITCH = CHUNKS * 32, STAGE_BYTES = TILE * PITCH, X_BYTES = COLUMNS * 128 * X_CHUNKS;
+constexpr int CHUNKS = 4, STAGE_BYTES = TILE * 128, X_BYTES = COLUMNS * 128 * X_CHUNKS;
 constexpr int CONSUMERS = GROUPS * 128, THREADS = CONSUMERS + (SUBS > 1 ? 128 : 32);
-constexpr int SHIFT = 64;              // a weight is 2^SHIFT times smaller, so that its scale is a positive float
+constexpr int SHIFT = 64;  // a weight is 2^SHIFT times smaller, so that its scale is a positive float
 
 struct Mixture {
     Map x, weight;
@@ -33,13 +32,8 @@ __device__ __forceinline__ void copy_box(u32 to, const Map &map, int x, int y, i
                  ::"r"(to), "l"(&map), "r"(x), "r"(y), "r"(z), "r"(barrier) : "memory");
 }
 __device__ __forceinline__ void copy_rows(u32 to, const Map &map, int column, int row, int expert, u32 barrier, u64 policy) {
-    asm volatile("cp.async.bulk.tensor.4d.shared::cluster.global.mbarrier::complete_tx::bytes"
-#if HINT
-                 ".L2::cache_hint [%0], [%1, {%2, %3, %4, %5}], [%6], %7;"
-#else
-                 " [%0], [%1, {%2, %3, %4, %5}], [%6];"
-#endif
-                 
+    asm volatile("cp.async.bulk.tensor.4d.shared::cluster.global.mbarrier::complete_tx::bytes.L2::cache_hint "
+                 "[%0], [%1, {%2, %3, %4, %5}], [%6], %7;"
                  ::"r"(to), "l"(&map), "r"(column), "r"(row), "r"(0), "r"(expert), "r"(barrier), "l"(policy) : "memory");
 }
 __device__ __forceinline__ u32 multiply_bfloats(u32 a, u32 b) {
@@ -151,7 +145,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, CTAS) experts(const __grid
     // Rows of 16: of this lane's address for ldmatrix; g and g + 8, which its results are of.
     const int loaded = GATE ? lane / 8 % 2 * OUTPUTS + row_of(part + lane % 8) : part + lane % 16;
     const int low = row_of(part + lane / 4), high = GATE ? OUTPUTS + low : low + 8;
-    const u32 loaded_at = weights.slots + loaded * PITCH;
+    const u32 loaded_at = weights.slots + loaded * 128;
     Ring x_read = x, weights_read = weights;  // what has been multiplied
     float4 sums[SUBS][BLOCKS];
     u32 left[SUBS][4][4];
@@ -181,7 +175,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, CTAS) experts(const __grid
         for (int first = 0;; first += CHUNKS) {
             wait(weights.full + weights.slot * 8, weights.parity);
             const u32 stage = loaded_at + weights.slot * STAGE_BYTES;
-#pragma unroll UNROLLED
+#pragma unroll
             for (int c = 0; c < CHUNKS; c++) {
                 const int chunk = first + c;
                 if (c % X_CHUNKS == 0) wait(x.full + x.slot * 8, x.parity);
@@ -189,7 +183,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, CTAS) experts(const __grid
                 u32 packed[SUBS][4], scale[SUBS][2][2];
 #pragma unroll
                 for (int s = 0; s < SUBS; s++) {
-                    load_matrices(packed[s], (stage + s * SUB_OUTPUTS * PITCH) + ((c * 2 + lane / 16) ^ (PITCH == 128 ? loaded % 8 : 0)) * 16);
+                    load_matrices(packed[s], stage + s * SUB_OUTPUTS * 128 + ((c * 2 + lane / 16) ^ loaded % 8) * 16);
 #pragma unroll
                     for (int r = 0; r < 2; r++) {  // rows g and g + 8
                         const u32 both = *(const u16 *)(exponents + ((r ? high : low) + s * SUB_OUTPUTS) * groups + chunk * 2);
