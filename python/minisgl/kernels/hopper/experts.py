@@ -1,6 +1,6 @@
 """Launches `experts.cu`, the grouped GEMMs of experts in MXFP4 in CUDA C++.
 
-Letters are those of `moe.py` in `kernels/triton`: P pairs of a token and an expert, N output features, K input features.
+Letters are those of Triton's `moe.py`: P pairs of a token and an expert, N output features, K input features.
 """
 
 from __future__ import annotations
@@ -10,18 +10,15 @@ from functools import partial
 from typing import Final, NamedTuple
 
 import torch
-import triton
-import triton.language as tl
 from torch import Tensor, empty
-from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
 from minisgl.core.rounding import ceil_div
 from minisgl.kernels.hopper.gemv import GATES
 from minisgl.kernels.hopper.nvrtc import Map, hopper_source, launch, load_kernel, tensor_map
 from minisgl.kernels.hopper.wgmma import Instruction, multiply_source
-from minisgl.kernels.triton.launch import is_noted, pdl_options
+from minisgl.kernels.triton.launch import is_noted
 from minisgl.kernels.triton.moe import combine
-from minisgl.kernels.triton.moe_routing import Lists, route_and_list
+from minisgl.kernels.triton.moe_routing import Lists, gather, route_and_list
 from minisgl.kernels.triton.product import Mixture
 from minisgl.ops.quantized import MXFP4, Quantized
 from minisgl.ops.reference import Experts
@@ -44,7 +41,7 @@ class Arguments(ctypes.Structure):
 
 
 class Tiling(NamedTuple):
-    """Pairs and weight rows of a tile; warpgroups and stages of weights of a CTA; CTAs per SM; chunks of a copy of x."""
+    """Pairs and weight rows of a tile; warpgroups and stages of a CTA; CTAs per SM; chunks of a copy of x."""
 
     columns: int
     tile: int
@@ -54,8 +51,8 @@ class Tiling(NamedTuple):
     x_chunks: int
 
 
-# Bounds are the mean number of rows per expert. These are the fastest, or nearly so, of 2 to 9 at 7 numbers of tokens, for
-# gpt-oss-20b on an H200.
+# Bounds are the mean number of rows per expert. These are the fastest, or nearly so, of 2 to 9 at 7 numbers of tokens
+# (gpt-oss-20b, H200).
 TILINGS: Final = (
     (2.0, Tiling(8, 128, 2, 2, 3, 4)),
     (12.0, Tiling(16, 64, 1, 3, 4, 4)),
@@ -100,34 +97,6 @@ def refuses(m: Mixture) -> str | None:
     return None if max(m.hidden, m.size) <= MAX_INPUTS else f"for experts of up to {MAX_INPUTS} features"
 
 
-@triton.jit
-def _gather(x_ptr, order_ptr, out_ptr, quads, TOP_K: tl.constexpr, BLOCK: tl.constexpr, PDL: tl.constexpr):
-    """out[i] = x of the token of pair order[i], with the even columns of each 16 before the odd ones; grid P.
-
-    x is read as int64, four columns, and out is written as int32, two columns.
-    """
-    if PDL:
-        gdc_wait()
-        gdc_launch_dependents()  # only now: `experts.cu` reads the tiles before it waits
-    source = tl.load(order_ptr + tl.program_id(0)).to(tl.int64) // TOP_K
-    offs = tl.arange(0, BLOCK)
-    x = tl.load(x_ptr + source * quads + offs, mask=offs < quads)
-    even, odd = (x & 0xFFFF) | (x >> 16 & 0xFFFF0000), (x >> 16 & 0xFFFF) | (x >> 32 & 0xFFFF0000)
-    out_ptrs = out_ptr + tl.program_id(0).to(tl.int64) * quads * 2 + offs // 4 * 8 + offs % 4
-    tl.store(out_ptrs, even.to(tl.int32), mask=offs < quads)
-    tl.store(out_ptrs + 4, odd.to(tl.int32), mask=offs < quads)
-
-
-def gather(x: Tensor, lists: Lists, top_k: int) -> Tensor:
-    """x [T, K] -> [P, K], the rows that `experts.cu` multiplies."""
-    out, quads = empty((len(lists.order), x.shape[1]), dtype=x.dtype, device=x.device), x.shape[1] // 4
-    _gather[(len(out),)](
-        x.view(torch.int64), lists.order, out.view(torch.int32), quads,
-        TOP_K=top_k, BLOCK=triton.next_power_of_2(quads), **pdl_options(x.device),
-    )  # fmt: skip
-    return out
-
-
 def multiply(x: Tensor, weight: Quantized, lists: Lists, size: Tiling, bias: Tensor | None, gate: str) -> Tensor | None:
     """x [P, K] as of `gather`, weight [E, n_rows, K] -> [P, N]; None if the kernel cannot be compiled.
 
@@ -143,15 +112,13 @@ def multiply(x: Tensor, weight: Quantized, lists: Lists, size: Tiling, bias: Ten
     kernel = load()
     if kernel is None:
         return None
-    x_map = tensor_map(
-        x.data_ptr(),
-        (CHUNK * 2, len(x), n_in // CHUNK),
-        (n_in * 2, CHUNK * 2),
-        (CHUNK * 2, size.columns, size.x_chunks),
-    )
-    row, box = n_in // 2, (128, size.tile // halves, halves, 1)
-    strides = row, n_out * row, n_rows * row
-    weight_map = tensor_map(weight.data.data_ptr(), (row, n_out, halves, count), strides, box, promotion=0)
+    sizes, box = (CHUNK * 2, len(x), n_in // CHUNK), (CHUNK * 2, size.columns, size.x_chunks)
+    x_map = tensor_map(x.data_ptr(), sizes, (n_in * 2, CHUNK * 2), box)
+    row, rows = n_in // 2, size.tile // halves
+    weight_map = tensor_map(
+        weight.data.data_ptr(), (row, n_out, halves, count), (row, n_out * row, n_rows * row), (128, rows, halves, 1),
+        promotion=0,
+    )  # fmt: skip
     tensors = weight.scale, bias, out, lists.order, lists.tiles
     pointers = (None if each is None else each.data_ptr() for each in tensors)
     arguments = Arguments(x_map, weight_map, *pointers, n_out, n_in // CHUNK)

@@ -108,8 +108,8 @@ def tensor_map(
 ) -> Map:  # fmt: skip
     """Describe a tensor of bytes, innermost dimension first, to TMA; `strides` are those of all dimensions but it.
 
-    Rows of a box have 128 bytes, and lie in shared memory with 128-byte swizzling. L2 loads 256 bytes at a time, or with a
-    `promotion` of 0 what is asked for: better where rows do not begin at multiples of them.
+    Rows of a box have 128 bytes, and lie in shared memory with 128-byte swizzling. L2 loads 256 bytes at a time, or
+    with a `promotion` of 0 what is asked for: better where rows do not begin at multiples of them.
     """
     found, n = libraries(), len(sizes)
     assert found is not None
