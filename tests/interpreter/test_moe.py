@@ -23,7 +23,7 @@ from minisgl.kernels.triton.moe import (
     pair_down,
     pair_gate_up,
 )
-from minisgl.kernels.triton.moe_routing import Lists, route, route_and_list
+from minisgl.kernels.triton.moe_routing import Lists, gather, route, route_and_list
 from minisgl.ops import reference
 from minisgl.ops.quantized import E8M0, MXFP4, Format, Quantized
 from minisgl.ops.reference import Experts
@@ -81,6 +81,12 @@ def test_lists_if_all_tokens_choose_one_expert_and_with_the_most_tiles(tokens: i
 
 
 @pytest.mark.filterwarnings("ignore::RuntimeWarning")  # numpy warns of NaN, a GPU does not
+def test_gathered_rows_have_even_columns_of_each_16_first():
+    x, order = torch.randn(5, 192).bfloat16(), torch.randperm(10).int()
+    want = x[order // 2].view(10, 12, 8, 2).mT.reshape(10, 192)
+    assert torch.equal(gather(x, Lists(order, order, 1), 2), want)
+
+
 def test_non_finite_logits_still_choose_different_experts():
     nan, inf = float("nan"), float("inf")
     logits = torch.tensor([[nan] * 3, [0, nan, 0], [inf, inf, 1], [-inf] * 3, [-inf, -inf, 1], [-3.4e38, -inf, -0.0]])

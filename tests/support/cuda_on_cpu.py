@@ -26,7 +26,9 @@ def compile_on_cpu(program: str, macros: dict[str, Any]) -> ctypes.CDLL:
     return ctypes.CDLL(str(build_library(Target(program, Path(__file__).parent / f"{program}.cpp", flags))))
 
 
-def tensor_map(address: int, sizes: tuple[int, ...], strides: tuple[int, ...], box: tuple[int, ...]) -> Map:
+def tensor_map(
+    address: int, sizes: tuple[int, ...], strides: tuple[int, ...], box: tuple[int, ...], promotion: int = 3
+) -> Map:  # fmt: skip
     found = Map()
     for i, word in enumerate((address, len(sizes), *sizes, *strides, *box)):
         found.words[i] = word

@@ -1,4 +1,4 @@
-// Runs `gemm.cu`, `gemm_large.cu`, `decode.cu` or `prefill.cu` on a CPU, one cluster of CTAs after the other.
+// Runs `gemm.cu`, `gemm_large.cu`, `experts.cu`, `decode.cu` or `prefill.cu` on a CPU, one cluster of CTAs after the other.
 //
 // A product is computed as it is begun, and a copy is done at once. So this shows wrong addresses, layouts and counts of
 // barriers, but not a missing wait for a product.
@@ -161,7 +161,7 @@ void multiply(Sums (&sums)[BLOCKS], unsigned long long a, unsigned long long b, 
 }
 
 // The same with k16: the left operand is in registers, and `at` tells where column n of the right has its number k.
-template <int BLOCKS, class At>
+template <auto WIDEN = from_half, int BLOCKS, class At>
 void multiply_halves_with(float4 (&sums)[BLOCKS], const unsigned (&a)[4], int more, At at) {
     struct {
         unsigned v[4];
@@ -170,7 +170,7 @@ void multiply_halves_with(float4 (&sums)[BLOCKS], const unsigned (&a)[4], int mo
     over_warp(own, [&](Words& words) {
         for (int i = 0; i < 2; i++)
             for (int k = 0; k < 16; k++)
-                left[i][k] = from_half(words[threadIdx.x % 32 / 4 * 4 + k % 8 / 2][k / 8 * 2 + i] >> (k % 2 * 16));
+                left[i][k] = WIDEN(words[threadIdx.x % 32 / 4 * 4 + k % 8 / 2][k / 8 * 2 + i] >> (k % 2 * 16));
         return 0;
     });
     for (int j = 0; j < BLOCKS; j++) {
@@ -178,7 +178,7 @@ void multiply_halves_with(float4 (&sums)[BLOCKS], const unsigned (&a)[4], int mo
         for (int i = 0; i < 4; i++) {
             float total = more ? *to[i] : 0;
             for (int k = 0; k < 16; k++)
-                total += left[i / 2][k] * from_half(*(uint16_t*)(own_cta()->shared + swizzled(at(8 * j + threadIdx.x % 4 * 2 + i % 2, k))));
+                total += left[i / 2][k] * WIDEN(*(uint16_t*)(own_cta()->shared + swizzled(at(8 * j + threadIdx.x % 4 * 2 + i % 2, k))));
             *to[i] = total;
         }
     }
@@ -191,6 +191,14 @@ void multiply_columns(float4 (&sums)[16], const unsigned (&a)[4], unsigned long 
     multiply_halves_with(sums, a, more, [=](int n, int k) {
         return ((b & 0x3fff) << 4) + n / 64 * distance + k / 8 * rows + k % 8 * 128 + n % 64 * 2;
     });
+}
+float from_bfloat(uint16_t v) { return bits<float>((unsigned)v << 16); }
+template <int BLOCKS>
+void multiply_left(float4 (&sums)[BLOCKS], const unsigned (&a)[4], unsigned long long b, int more) {  // bfloat16
+    multiply_halves_with<from_bfloat>(sums, a, more, [=](int n, int k) { return ((b & 0x3fff) << 4) + n * 128 + k * 2; });
+}
+unsigned multiply_bfloats(unsigned a, unsigned b) {
+    return pack_bfloat(from_bfloat(a) * from_bfloat(b), from_bfloat(a >> 16) * from_bfloat(b >> 16));
 }
 unsigned multiply_halves(unsigned a, unsigned b) {
     return pack_half(from_half(a) * from_half(b), from_half(a >> 16) * from_half(b >> 16));
@@ -291,7 +299,10 @@ void copy_tile(u32 to, const Map& map, int row, int page, u32 barrier, u64) {  /
 void copy_keys(u32 to, const Map& map, int row, int page, u32 barrier) {  // of `prefill.cu`
     copy_box(*own_cta(), to, map, {0, row, 0, page}, barrier);
 }
-void copy_box(u32 to, const Map& map, int x, int y, int z, u32 barrier) {  // of `prefill.cu`
+void copy_rows(u32 to, const Map& map, int column, int row, int expert, u32 barrier, u64) {  // of `experts.cu`
+    copy_box(*own_cta(), to, map, {column, row, 0, expert}, barrier);
+}
+void copy_box(u32 to, const Map& map, int x, int y, int z, u32 barrier) {  // of `prefill.cu` and `experts.cu`
     copy_box(*own_cta(), to, map, {x, y, z}, barrier);
 }
 
@@ -307,7 +318,9 @@ void __syncthreads();
 int all_threads;
 void __syncthreads() { wait_for_threads(0, all_threads); }
 
-extern "C" void run(const Arguments* arguments, int grid, int threads, int cluster) {
+template <class Given>
+Given given_to(void (*)(Given));
+extern "C" void run(const decltype(given_to(KERNEL))* arguments, int grid, int threads, int cluster) {
     gridDim.x = grid, all_threads = threads;
     for (int first = 0; first < grid; first += cluster) {
         std::vector<std::unique_ptr<Cta>> owned;

@@ -317,7 +317,7 @@ class NativeModel:
             kind = m.mixer(index, spec.info)
             if isinstance(kind, GroupedQuery):
                 self._attention(layer, attention, kind)
-            else:
+            elif isinstance(kind, GatedDelta):
                 self._recurrence(layer, attention, kind)
             layer.page_table = state.page_tables[kind.states[0].group].data_ptr()
             self._mlp(layer, mlp)

@@ -6,6 +6,7 @@ from typing import Final
 
 from torch import Tensor
 
+from minisgl.kernels.hopper import experts as grouped
 from minisgl.kernels.hopper import gemm, gemv
 from minisgl.kernels.hopper.attention import cuda_decode, cuda_prefill, supports
 from minisgl.kernels.hopper.nvrtc import libraries
@@ -44,5 +45,18 @@ def _refuses(mixture: Mixture) -> str | None:
     return moe.refuses_pairs(mixture) or gemv.refuses_mixture(mixture)
 
 
+def _mixture(x: Tensor, router_logits: Tensor, experts: Experts) -> Tensor:
+    """Run experts by our grouped GEMMs, or by Triton's if ours cannot be compiled."""
+    out = grouped.cuda_mixture(x, router_logits, experts)
+    return moe.by_groups(x, router_logits, experts) if out is None else out
+
+
+def _refuses_groups(mixture: Mixture) -> str | None:
+    return grouped.refuses(mixture) or (None if moe.refuses_pairs(mixture) else "GEMVs of few pairs are faster")
+
+
 PRODUCTS: Final = (Kernel("gemv.cu", gemv.refuses, gemv.cuda_gemv), Kernel("gemm.cu", gemm.refuses, _gemm))
-MIXTURES: Final = (Kernel("gemv.cu of pairs", _refuses, _experts),)
+MIXTURES: Final = (
+    Kernel("gemv.cu of pairs", _refuses, _experts),
+    Kernel("experts.cu", _refuses_groups, _mixture),
+)

@@ -103,10 +103,13 @@ def find_or_compile(nvrtc: ctypes.CDLL, source: bytes, defines: dict[str, int | 
 
 
 @lru_cache(1 << 14)
-def tensor_map(address: int, sizes: tuple[int, ...], strides: tuple[int, ...], box: tuple[int, ...]) -> Map:
+def tensor_map(
+    address: int, sizes: tuple[int, ...], strides: tuple[int, ...], box: tuple[int, ...], promotion: int = 3
+) -> Map:  # fmt: skip
     """Describe a tensor of bytes, innermost dimension first, to TMA; `strides` are those of all dimensions but it.
 
-    Rows of a box have 128 bytes, and lie in shared memory with 128-byte swizzling.
+    Rows of a box have 128 bytes, and lie in shared memory with 128-byte swizzling. L2 loads 256 bytes at a time, or
+    with a `promotion` of 0 what is asked for: better where rows do not begin at multiples of them.
     """
     found, n = libraries(), len(sizes)
     assert found is not None
@@ -114,9 +117,9 @@ def tensor_map(address: int, sizes: tuple[int, ...], strides: tuple[int, ...], b
     start = round_up(ctypes.addressof(buffer), 64)  # the driver asks for this alignment
     lists = (ctypes.c_uint64 * n)(*sizes), (ctypes.c_uint64 * n)(*strides), (ctypes.c_uint32 * n)(*box)
     ones = (ctypes.c_uint32 * n)(*[1] * n)
-    # 8-bit unsigned integers; without interleaving; 128-byte swizzling; loads of 256 bytes to L2; zeros beyond the end
+    # 8-bit unsigned integers; without interleaving; 128-byte swizzling; loads to L2; zeros beyond the end
     code = found[0].cuTensorMapEncodeTiled(
-        ctypes.c_void_p(start), 0, n, ctypes.c_void_p(address), *lists, ones, 0, 3, 3, 0
+        ctypes.c_void_p(start), 0, n, ctypes.c_void_p(address), *lists, ones, 0, 3, promotion, 0
     )
     check(code, "cuTensorMapEncodeTiled")
     return Map.from_buffer_copy(ctypes.string_at(start, ctypes.sizeof(Map)))

@@ -11,7 +11,7 @@ from typing import NamedTuple
 
 import triton
 import triton.language as tl
-from torch import Tensor, empty, float32, int32
+from torch import Tensor, empty, float32, int32, int64
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
 from minisgl.kernels.triton.launch import pdl_options
@@ -190,3 +190,31 @@ def _route_tokens(
             TOP_K=top_k, BLOCK_T=block_t, BLOCK_E=block_e, **options,
         )  # fmt: skip
     return experts, weights
+
+
+@triton.jit
+def _gather(x_ptr, order_ptr, out_ptr, quads, TOP_K: tl.constexpr, BLOCK: tl.constexpr, PDL: tl.constexpr):
+    """out[i] = x of the token of pair order[i], with the even columns of each 16 before the odd ones; grid P.
+
+    x is read as int64, four columns, and out is written as int32, two columns.
+    """
+    if PDL:
+        gdc_wait()
+        gdc_launch_dependents()  # only now: `experts.cu` reads the tiles before it waits
+    source = tl.load(order_ptr + tl.program_id(0)).to(tl.int64) // TOP_K
+    offs = tl.arange(0, BLOCK)
+    x = tl.load(x_ptr + source * quads + offs, mask=offs < quads)
+    even, odd = (x & 0xFFFF) | (x >> 16 & 0xFFFF0000), (x >> 16 & 0xFFFF) | (x >> 32 & 0xFFFF0000)
+    out_ptrs = out_ptr + tl.program_id(0).to(tl.int64) * quads * 2 + offs // 4 * 8 + offs % 4
+    tl.store(out_ptrs, even.to(tl.int32), mask=offs < quads)
+    tl.store(out_ptrs + 4, odd.to(tl.int32), mask=offs < quads)
+
+
+def gather(x: Tensor, lists: Lists, top_k: int) -> Tensor:
+    """x [T, K] -> [P, K], the rows that `experts.cu` multiplies."""
+    out, quads = empty((len(lists.order), x.shape[1]), dtype=x.dtype, device=x.device), x.shape[1] // 4
+    _gather[(len(out),)](
+        x.view(int64), lists.order, out.view(int32), quads,
+        TOP_K=top_k, BLOCK=triton.next_power_of_2(quads), **pdl_options(x.device),
+    )  # fmt: skip
+    return out

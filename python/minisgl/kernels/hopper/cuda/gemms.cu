@@ -1,4 +1,5 @@
-// What the GEMMs with 8-bit weights on Hopper share; needs `wgmma.cu`. GATE: 0 none, 1 SiLU, 2 GELU with tanh.
+// What the GEMMs with quantized weights on Hopper share; needs `wgmma.cu`. GATE: 0 none, 1 SiLU, 2 GELU with tanh, 3 of
+// gpt-oss, with limits.
 //
 // IS_INT: both operands are int8, and sums are exact. Otherwise they are float8_e4m3fn, and the tensor cores accumulate
 // with only 14 bits: such a sum must not cover many columns.
@@ -33,6 +34,10 @@ __device__ __forceinline__ float from_half(u16 v) {
 __device__ __forceinline__ float gated(float gate, float up) {
     float z = gate;
     if (GATE == 2) z = fmaxf(1.5957691216057308f * gate * (1 + 0.044715f * gate * gate), -80.f);
+    if (GATE == 3) {
+        gate = gate > 7 ? 7 : gate, up = (up > 7 ? 7 : up < -7 ? -7 : up) + 1;  // NaN stays
+        z = 1.702f * gate;
+    }
     return gate * reciprocal_of(1 + exp2_of(z * -1.4426950408889634f)) * up;
 }
 
