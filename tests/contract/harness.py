@@ -71,7 +71,7 @@ class MiniEngine(Stepper):
         table = load_ops(ops)
         options = {"dummy": dummy, "comm": comm, "supports_format": lambda kind: keeps_formats}
         model = load_model(folder, config, dtype, device, table, **options)
-        store = StateStore(page_size, dtype, place)
+        store = StateStore(page_size, dtype, place, dtype)
         store.add(model.states)
         store.allocate(num_pages)
         store.memory.fill_(0xFF)  # NaN

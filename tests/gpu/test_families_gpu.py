@@ -19,7 +19,9 @@ A, B, C = ([RNG.randrange(160) for _ in range(n)] for n in (90, 37, 61))
 def wide(config: Any) -> Any:
     """Return the configuration with heads of 64, and of 128 where some layers have others."""
     raw = config.to_dict()
-    if raw.get("head_dim") and config.model_type != "helium":  # which has no such field
+    if raw.get("kv_lora_rank"):
+        raw["qk_rope_head_dim"] = 64
+    elif raw.get("head_dim") and config.model_type != "helium":  # which has no such field
         raw["head_dim"] = 64
     for own in (raw.get("per_layer_config") or {}).values():
         own["head_dim"] = 128
