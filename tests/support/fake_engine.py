@@ -136,6 +136,7 @@ class FakeEngine:
         bounded: Sequence[Bounded] = (),
         room: Sequence[int] = (),
         per_block: tuple[int, ...] = (1, 1, 1),
+        adapter_slots: int = 0,
     ) -> None:
         """There are blocks for `num_pages` pages of FULL and for `room` of each of `bounded`; any may take them."""
         count = -(-num_pages // per_block[FULL])
@@ -163,6 +164,7 @@ class FakeEngine:
         self.num_right = 0
         self.tiers = [*tiers]
         self.bounded = [*bounded]
+        self.adapter_slots = adapter_slots
         self.window = max((b.window for b in bounded), default=0)
         self.has_state = any(b.group == STATE for b in bounded)
         self.window_table = np.full_like(self.page_table, -1)

@@ -6,7 +6,7 @@ this file (`python -m minisgl.native.abi`), and a library that was compiled from
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from typing import TYPE_CHECKING, Any, Final, NamedTuple
 
 import numpy as np
@@ -28,6 +28,7 @@ class Flag:
     LOGPROBS: Final = 16  # the log-probability of the sampled token is wanted
     PROMPT_LOGPROBS: Final = 32  # log-probabilities of the tokens that follow the slot's tokens are wanted
     MASKED: Final = 64  # a mask says which tokens may be sampled
+    ADAPTED: Final = 256  # an adapter changes the projections (the row table has its slot)
     DRAFTS: Final = 128  # the tokens are the row's newest and drafts; the device knows them, and the true positions
 
 
@@ -75,6 +76,7 @@ ROW_FIELDS: Final = (
     RowField("top_k", "<i4", "sampling_params.top_k"),
     RowField("top_p", "<f4", "sampling_params.top_p"),
     RowField("min_p", "<f4", "sampling_params.min_p"),
+    RowField("adapter", "<i4", "adapter_slot"),
 )
 # A record of the row table, padded to a multiple of 8 bytes.
 ROW: Final = np.dtype(
@@ -114,6 +116,10 @@ HISTORY_HEAD: Final = np.dtype([("words", "<i4"), ("row", "<i4"), ("first", "<i4
 PROPOSED: Final = 17  # the most drafts of a step, and as many tokens as such a step in flight may confirm
 PROPOSAL: Final = np.dtype([("row", "<i4"), ("first", "<i4"), ("tokens", "<i4", (PROPOSED,))])
 
+# The head of a record that loads an adapter into a slot of the device's memory, for steps of later plans. After it
+# comes `params.Adapter.source` in UTF-8, padded to whole words.
+ADAPTER_HEAD: Final = np.dtype([("words", "<i4"), ("slot", "<i4"), ("bytes", "<i4")])
+
 NEWEST: Final = -1  # in place of a token id: the row's newest token, which only the device knows
 NOT_DRAFTED: Final = -1  # in place of a token's index among the newest and the drafts: its row does not draft
 
@@ -146,9 +152,27 @@ PLAN_ARRAYS: Final = (
     ("restores", COPY),
     ("captures", COPY),
     ("folds", FOLD),
+    ("adapters", WORD),
 )
 # The head of a packed plan: the number of elements of each array stands under its name.
 PLAN_HEAD: Final = np.dtype([("step", "<i4"), ("mask_words", "<i4"), *((name, "<i4") for name, _ in PLAN_ARRAYS)])
+
+
+def adapter_load(slot: int, source: str) -> Ints:
+    """Return the record that loads an adapter into a slot."""
+    data = source.encode(errors="surrogateescape")
+    padded = np.frombuffer(data + bytes(-len(data) % WORD.itemsize), WORD)
+    head = np.array([(words(ADAPTER_HEAD) + len(padded), slot, len(data))], ADAPTER_HEAD)
+    return np.concatenate([head.view(WORD), padded])
+
+
+def adapter_loads(records: Ints) -> Iterator[tuple[int, str]]:
+    """Yield (slot, source) of each record that loads an adapter."""
+    while len(records):
+        head = records[: words(ADAPTER_HEAD)].view(ADAPTER_HEAD)[0]
+        data = records[words(ADAPTER_HEAD) : head["words"]].tobytes()[: head["bytes"]]
+        yield int(head["slot"]), data.decode(errors="surrogateescape")
+        records = records[head["words"] :]
 
 
 def words(record: np.dtype[Any]) -> int:

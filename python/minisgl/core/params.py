@@ -10,6 +10,7 @@ from __future__ import annotations
 import hashlib
 import re
 from collections.abc import Mapping
+from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, Final, Literal, NoReturn, get_args
 
 import msgspec
@@ -60,6 +61,24 @@ class Grammar(msgspec.Struct, frozen=True, omit_defaults=True):
         if self.kind not in (kinds := get_args(GrammarKind)) or not isinstance(self.text, str):
             rule = f"kind must be one of {', '.join(kinds)}, and text a string, such as from json.dumps"
             raise RequestError(f"Grammar({self.kind!r:.40}, {self.text!r:.40}): {rule}", param="grammar")
+
+
+class Adapter(msgspec.Struct, frozen=True):
+    """An adapter: the name that requests give, its folder, and a `key` that other contents of the folder have not."""
+
+    name: str
+    folder: str
+    key: str
+
+    @property
+    def source(self) -> str:
+        """What identifies its weights; `folder_of` returns the folder."""
+        return f"{self.key}:{self.folder}"
+
+
+def folder_of(source: str) -> Path:
+    """Return the folder of an adapter's `source`."""
+    return Path(source.partition(":")[2])
 
 
 NUMBER, KEY = "\0", "\1"  # in the texts of `ToolCalls`: any number, and any name of an argument
@@ -134,7 +153,7 @@ class SamplingParams(
     `grammar` allows only tokens that can still lead to a valid answer, which ends where nothing can follow. `n` is the
     number of choices (in Python; a request to the scheduler has one). `embed` asks only for the prompt's embedding.
     Requests share cached prefixes only if they have the same `cache_salt`, so that response times tell other clients
-    nothing about a prompt. Without `speculate`, the request drafts no tokens.
+    nothing about a prompt. Without `speculate`, the request drafts no tokens. An `adapter` changes the model.
     """
 
     max_tokens: _Count | None = None
@@ -161,12 +180,18 @@ class SamplingParams(
     embed: bool = False
     cache_salt: Annotated[str, Meta(max_length=256)] = ""
     speculate: bool = True
+    adapter: Adapter | None = None
     n: Annotated[int, Meta(ge=1, le=1024)] = 1
 
     @property
     def effective_temperature(self) -> float:
         """The temperature at which tokens are sampled: 0, greedy, also if `top_p` keeps only the most likely one."""
         return self.temperature if self.top_p > 0 else 0.0
+
+    @property
+    def salt(self) -> str:
+        """What requests that share cached prefixes have in common; "" without an adapter and `cache_salt`."""
+        return self.cache_salt if self.adapter is None else f"{self.adapter.source}\n{self.cache_salt}"
 
     @property
     def is_filtered(self) -> bool:

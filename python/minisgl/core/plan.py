@@ -78,6 +78,7 @@ class BatchPlan:
     captures           COPY [C]        STATE to copy from rows to snapshots within the step, when the row's chunk has
                                        come to `position`
     folds              FOLD [F]        slots whose state moves on, after earlier steps and before the restores
+    adapters           int32 [L]       records that load adapters for steps of later plans, concatenated
     """
 
     step: int
@@ -94,11 +95,17 @@ class BatchPlan:
     restores: Records = field(default_factory=lambda: NO_COPIES)
     captures: Records = field(default_factory=lambda: NO_COPIES)
     folds: Records = field(default_factory=lambda: NO_FOLDS)
+    adapters: Ints = field(default_factory=lambda: NO_INTS)
 
     @cached_property
     def has_drafts(self) -> bool:
         """Whether a slot has DRAFTS; the result of such a slot has several columns."""
         return bool((self.slots["flags"] & Flag.DRAFTS).any())
+
+    @cached_property
+    def has_adapters(self) -> bool:
+        """Whether a slot has an adapter."""
+        return bool((self.slots["flags"] & Flag.ADAPTED).any())
 
     @cached_property
     def widths(self) -> Ints:
@@ -316,6 +323,7 @@ class Batch:
     row_states: torch.Tensor  # [R, words of ROW_STATE] int32
     prompt_logprobs: PromptLogprobs | None = None
     drafts: DraftColumns | None = None
+    has_adapters: bool = False  # whether a sequence has one; in a captured step, may have one
     captures: torch.Tensor | None = None  # [N, 3] int32, in models with recurrent state: row, position, target slot
 
     @property
@@ -328,9 +336,10 @@ class Context:
     """What a forward pass needs besides its inputs. It is an argument, never a global.
 
     `mixers` has what each of the model's mixers has prepared. The model stores the outputs [T, H] of the layers that
-    are keys of `taps`; those of the last layer are normalised.
+    are keys of `taps`; those of the last layer are normalised. `adapters` [T] int32 are as in `layers.linear.Stream`.
     """
 
     batch: Batch
     mixers: tuple[Any, ...]
     taps: dict[int, Any] = field(default_factory=dict)
+    adapters: torch.Tensor | None = None

@@ -141,6 +141,7 @@ def make_batch(plan: BatchPlan, device: Device) -> Batch:
         row_states=row_states,
         prompt_logprobs=_prompt_logprobs(x, plan.prompt_logprob_ids, device) if len(plan.prompt_logprob_ids) else None,
         drafts=drafts,
+        has_adapters=plan.has_adapters,
     )
 
 

@@ -12,6 +12,7 @@ from minisgl.checkpoint.embedder import Pooling
 from minisgl.core.rounding import ceil_div
 from minisgl.core.specs import GroupedQuery
 from minisgl.distributed.info import DistributedInfo
+from minisgl.layers.adapters import AdapterSizes
 from minisgl.models.model_config import ModelConfig
 from minisgl.speculative.source import DraftSource
 
@@ -43,6 +44,7 @@ class EngineSpec:
     max_queries: int = 1  # tokens of a decoding sequence in a step, at most: the newest one and drafts
     host_kv: int = 0  # bytes, over all ranks
     disk_kv: tuple[Path, int] | None = None  # a folder, and bytes over all ranks
+    adapters: AdapterSizes | None = None
 
     @property
     def pages_per_row(self) -> int:

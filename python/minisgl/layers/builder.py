@@ -13,6 +13,7 @@ from torch import Tensor
 from minisgl.distributed.communicator import Communicator, SoloCommunicator
 from minisgl.distributed.info import ALONE
 from minisgl.kvcache.store import LayerState
+from minisgl.layers.adapters import Adapted
 from minisgl.ops.quantized import Format, Quantized
 
 if TYPE_CHECKING:
@@ -102,8 +103,9 @@ class Builder:
     """Creates the weights of a model's layers, and gives the layers their ops, dtype, device and ranks.
 
     `format_of` returns the format of the matrix with this checkpoint name; None means the model's dtype. `parameters`
-    lists the created weights in order, `states` what the layers keep, `mixers` how they mix tokens; `recurrences` are
-    the layers with a recurrent state, by mixer.
+    lists the created weights in order, `states` what the layers keep, `mixers` how they mix tokens, `adapted` the
+    projections that adapters may change if it `has_adapters`; `recurrences` are the layers with a recurrent state, by
+    mixer.
     """
 
     def __init__(
@@ -113,6 +115,8 @@ class Builder:
         device: torch.device,
         comm: Communicator | None = None,
         format_of: Callable[[str], Format | None] = lambda name: None,
+        *,
+        has_adapters: bool = False,
     ) -> None:
         self.ops = ops
         self.dtype = dtype
@@ -123,6 +127,8 @@ class Builder:
         self.parameters: list[Parameter] = []
         self.states: list[LayerState] = []
         self.mixers: list[Mixer] = []
+        self.has_adapters = has_adapters
+        self.adapted: list[Adapted] = []
         self.recurrences: dict[int, list[Any]] = {}
 
     def shard(self, count: int, what: str, *, unit: int = 1) -> Shard:
@@ -178,6 +184,15 @@ class Builder:
         """
         weight = self._matrix(parts, in_features, lambda kind: not kind.order)
         return weight.experts(count) if isinstance(weight, Quantized) else weight.view(count, -1, weight.shape[1])
+
+    def adapt(self, parts: Mapping[str, Rows], in_features: Size, order: Sequence[int] | None) -> Adapted | None:
+        """Return what adapters change of a projection; arguments as of `matrix`, with the names of modules."""
+        if not self.has_adapters:
+            return None
+        columns = _whole(in_features)
+        sources, _ = _sources({f"{name}.weight": rows for name, rows in parts.items()}, [columns])
+        self.adapted.append(Adapted(sources, order, columns.count == columns.size or self.info.rank == 0))
+        return self.adapted[-1]
 
     def state(self, spec: State) -> LayerState:
         """Declare what a layer keeps."""

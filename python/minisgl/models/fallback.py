@@ -77,6 +77,7 @@ class FallbackForCausalLM:
     which show the layers' windows; the second is computed as later steps are.
     """
 
+    adapted = ()  # nor projections of ours
     recurrences: ClassVar[dict[int, list[Any]]] = {}  # it has no state beside K/V
 
     def __init__(self, builder: Builder, config: ModelConfig, model: Any) -> None:

@@ -110,6 +110,8 @@ def load_model(
     comm: Communicator | None = None,
     target_format: Format | None = None,
     supports_format: Callable[[Format], bool] = lambda kind: False,
+    *,
+    has_adapters: bool = False,
 ) -> LlamaForCausalLM | FallbackForCausalLM:
     """Build this rank's shard of the model and fill it from `folder`, or with fixed random numbers if `dummy`.
 
@@ -123,7 +125,7 @@ def load_model(
 
         return load_fallback(folder, config, Builder(ops, dtype, device.torch_device), dummy=dummy)
     options = dtype, device, ops, dummy, progress, comm, target_format, supports_format
-    return load_layers(LlamaForCausalLM, folder, config, *options)
+    return load_layers(LlamaForCausalLM, folder, config, *options, has_adapters=has_adapters)
 
 
 def load_layers(
@@ -139,12 +141,15 @@ def load_layers(
     target_format: Format | None,
     supports_format: Callable[[Format], bool],
     names: Mapping[str, str] | None = None,
+    *,
+    has_adapters: bool = False,
 ) -> Loaded:
     """Do what `load_model` does for any `kind` of layers. With `names`, beginnings of the checkpoint's names -> ours,
     only tensors with such a name are loaded."""
 
     def build(format_of: Callable[[str], Format | None]) -> Loaded:
-        return kind(Builder(ops, dtype, device.torch_device, comm, format_of), config)
+        builder = Builder(ops, dtype, device.torch_device, comm, format_of, has_adapters=has_adapters)
+        return kind(builder, config)
 
     def target_of(name: str) -> Format | None:
         if target_format is not None and name == HEAD and supports_format(HEAD_FORMAT):

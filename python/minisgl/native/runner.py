@@ -53,7 +53,9 @@ _log = logging.getLogger("minisgl.native")
 
 DTYPES: Final = (torch.float32, torch.bfloat16)
 SAMPLING_FLOPS: Final = 50.0  # roughly, per logit of a token that is sampled in torch
-PLAIN: Final = Flag.SAMPLES | Flag.FROM_DEVICE | Flag.DRAFTS | Flag.MASKED  # the library samples slots with only these
+PLAIN: Final = (
+    Flag.SAMPLES | Flag.FROM_DEVICE | Flag.DRAFTS | Flag.MASKED | Flag.ADAPTED
+)  # the library samples slots with only these
 
 
 def refusal(spec: EngineSpec) -> str | None:

@@ -1,5 +1,7 @@
 """Grammars of requests: compiled by threads, never by the scheduler's loop, and turned into token masks.
 
+The same threads read adapters into host memory.
+
 Everything that the scheduler knows about masks is here. A mask depends on the newest token. Under overlap that token is
 still in flight when the next step is planned; then the step is launched without masks, samples only when they arrive
 (`StepOutput.sample`), and nothing is launched after it before.
@@ -8,18 +10,18 @@ still in flight when the next step is planned; then the step is launched without
 from __future__ import annotations
 
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import Executor, Future, ThreadPoolExecutor, wait
 from typing import TYPE_CHECKING, Final
 
 import numpy as np
 
-from minisgl.core.errors import RequestError
+from minisgl.core.errors import ConfigError, RequestError
 from minisgl.core.layout import NO_MASKS, Flag
 from minisgl.scheduler.req import Status
 
 if TYPE_CHECKING:
-    from minisgl.core.params import Grammar
+    from minisgl.core.params import SamplingParams
     from minisgl.core.plan import BatchPlan, Ints
     from minisgl.distributed.control import PlanBus
     from minisgl.grammar.compiler import TokenMatcher
@@ -44,32 +46,46 @@ class Grammars:
         self._compiler = compiler
         self._executor = executor or ThreadPoolExecutor(THREADS, "grammar")
         self._known = executor or ThreadPoolExecutor(THREADS, "known-grammar")  # never waits for trials
-        self._jobs: dict[int, tuple[Req, Future[TokenMatcher], float]] = {}  # in order of arrival
+        self._jobs: dict[int, tuple[Req, Future[TokenMatcher | None], float]] = {}  # in order of arrival
         self.num_matchers = 0  # requests that have a matcher and have not ended
         self._draft_mask_s = 0.0  # the mean time for a mask after a draft
 
     # -- compiling
 
     def __len__(self) -> int:
-        """The number of requests whose grammar is being compiled."""
+        """The number of requests whose grammar is being compiled, or adapter read."""
         return len(self._jobs)
 
-    def submit(self, req: Req) -> None:
-        """Start to compile the grammar of `req`, which is COMPILING until then; raises `RequestError` if it cannot."""
+    def submit(self, req: Req, read_adapter: Callable[[str], None]) -> None:
+        """Start to compile the grammar of `req`, and to read its adapter, if it has them; it is COMPILING until then.
+
+        Raises `RequestError` if there are no grammars.
+        """
         params = req.sampling_params
-        assert params.grammar is not None, f"the request has no grammar: {req}"
-        if self._compiler is None:
-            raise RequestError("this engine has no grammars", param=params.grammar.param, code="unsupported_value")
-        executor = self._known if self._compiler.is_known(params.grammar) else self._executor
-        job = executor.submit(
-            self._compile, self._compiler, params.grammar, params.ignore_eos, req.ids[req.prompt_len :]
-        )
+        if params.grammar is None and params.adapter is None:
+            return
+        executor = self._known
+        if params.grammar is not None:
+            if self._compiler is None:
+                raise RequestError("this engine has no grammars", param=params.grammar.param, code="unsupported_value")
+            executor = executor if self._compiler.is_known(params.grammar) else self._executor
+        job = executor.submit(self._prepare, self._compiler, params, req.ids[req.prompt_len :], read_adapter)
         self._jobs[req.uid] = req, job, time.monotonic() + COMPILE_S
         req.status = Status.COMPILING
 
     @staticmethod
-    def _compile(compiler: TriedCompiler, grammar: Grammar, ignore_eos: bool, output: Ints) -> TokenMatcher:
+    def _prepare(
+        compiler: TriedCompiler | None, params: SamplingParams, output: Ints, read_adapter: Callable[[str], None]
+    ) -> TokenMatcher | None:
         """Return a matcher that has advanced over the tokens `output`, which another replica has generated."""
+        if params.adapter is not None:
+            try:
+                read_adapter(params.adapter.source)
+            except ConfigError as e:
+                raise RequestError(str(e), param="model", code="invalid_adapter") from None
+        if params.grammar is None or compiler is None:
+            return None
+        grammar, ignore_eos = params.grammar, params.ignore_eos
         matcher = compiler.compile(grammar, ignore_eos)
         if len(output):
             for token in output.tolist():
@@ -91,18 +107,18 @@ class Grammars:
                 if time.monotonic() < deadline:
                     continue
                 job.cancel()
-                assert req.sampling_params.grammar is not None, f"the request has no grammar: {req}"
-                param = req.sampling_params.grammar.param
+                grammar = req.sampling_params.grammar
+                param = "model" if grammar is None else grammar.param
                 message = f"{param} was not compiled within {COMPILE_S:g} s: too many grammars are being compiled"
                 error = RequestError(message, param=param, code="overloaded", status=503)
             elif isinstance(failure := job.exception(), RequestError):
                 error = failure
             elif failure is not None:  # a bug, ours or the library's on odd input, costs this request and no other
-                error = RequestError(f"compiling the grammar failed: {failure}", status=500)
+                error = RequestError(f"preparing the request failed: {failure}", status=500)
             else:
                 req.matcher = job.result()
                 req.status = Status.WAITING
-                self.num_matchers += 1
+                self.num_matchers += req.matcher is not None
             del self._jobs[uid]
             yield req, error
 

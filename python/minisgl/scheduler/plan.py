@@ -58,10 +58,14 @@ class StepEngine(Protocol):
     eos_token_ids: frozenset[int]
     is_async: bool  # computes while the host plans, and may get masks after a launch
     tiers: list[TierSpec]  # below the pool, the fastest first
+    adapter_slots: int  # of device memory
     bounded: Sequence[Bounded]  # what rows of the model have besides pages of FULL
 
     def launch(self, plan: BatchPlan) -> StepOutput:
         """Start a step after those launched before."""
+
+    def read_adapter(self, source: str) -> None:
+        """Read an adapter (`params.Adapter.source`) into host memory; any thread may. Raises `ConfigError`."""
 
     def step_costs(self) -> StepCosts | None:
         """Return the costs of a step measured at the start; None if they were not."""

@@ -17,6 +17,7 @@ from minisgl.scheduler.req import Req, Status
 if TYPE_CHECKING:
     from collections.abc import Iterator
 
+    from minisgl.scheduler.adapters import Adapters
     from minisgl.scheduler.budget import LoadBudget, StepBudget
     from minisgl.scheduler.cache import CacheManager
     from minisgl.scheduler.rows import Index, Rows
@@ -84,9 +85,10 @@ class PrefillManager:
     With the policy `fcfs`, all of this is off: every request is due from its arrival, and none passes another one.
     """
 
-    def __init__(self, cache: CacheManager, rows: Rows, policy: str) -> None:
+    def __init__(self, cache: CacheManager, rows: Rows, adapters: Adapters, policy: str) -> None:
         self.cache = cache
         self.rows = rows
+        self.adapters = adapters
         self.policy = policy
         self.is_fcfs = policy == "fcfs"
         self.growth = GrowthEstimate()
@@ -170,7 +172,7 @@ class PrefillManager:
             self._head = head, step
         return None if self.is_fcfs or step - self._head[1] < self.patience else head
 
-    def plan(self, budget: StepBudget, running: Index | None, loads: LoadBudget) -> list[Chunk]:
+    def plan(self, budget: StepBudget, running: Index | None, loads: LoadBudget, step: int) -> list[Chunk]:
         """Return chunks of prompts within the budget, one prompt after the other.
 
         A prompt whose cached prefix continues in a tier is loaded first; `loads` limits the pages of a step.
@@ -188,6 +190,7 @@ class PrefillManager:
             if not self.is_fcfs:  # which preempts the newest, and not the longest
                 longest = int((self.rows.max_len[running] - self.rows.confirmed_len[running]).max(initial=0))
             waiting = filter(self._has_row, self._by_prefix() if by_prefix else self.in_order())
+            waiting = self._with_adapter(waiting, step)
         candidate = next(waiting, None)
         while not budget.is_spent and (begun or candidate is not None):
             if candidate is None or (begun and (by_prefix or self.key(begun[0]) < self.key(candidate))):
@@ -208,9 +211,21 @@ class PrefillManager:
 
     def _passing(self, blocked: Req, waiting: Iterator[Req]) -> Iterator[Req]:
         """Return those of `waiting` that may pass `blocked`, which lacks pages: much shorter ones, up to a bound."""
-        if self._admitted >= blocked.deadline + OVERTAKING * blocked.queue_tokens:
+        if self._is_overdue(blocked):
             return iter(())
         return (req for req in waiting if MUCH_LONGER * req.max_len <= blocked.max_len)
+
+    def _is_overdue(self, req: Req) -> bool:
+        """Return whether no other request may pass one that is due and cannot be admitted yet."""
+        return self.is_fcfs or self._admitted >= req.deadline + OVERTAKING * req.queue_tokens
+
+    def _with_adapter(self, waiting: Iterator[Req], step: int) -> Iterator[Req]:
+        """Yield those of `waiting` whose adapter is ready; none after one that is overdue and has no slot."""
+        for req in waiting:
+            if self.adapters.is_ready(req, step):
+                yield req
+            elif self._is_overdue(req):
+                return
 
     def _has_row(self, req: Req) -> bool:
         return self.rows.available > (self.rows.num_rows // KEPT_ROWS if req.child_index and not self.is_fcfs else 0)
@@ -236,6 +251,7 @@ class PrefillManager:
             # Alone, a request fits, though not always beside its snapshot.
             return self.rows.available == self.rows.num_rows and cache.forget_match(req) and self._admit(req, reserved)
         own = cache.pages.allocate(need)
+        self.adapters.hold(req)
         self.rows.allocate(req, len(shared) * cache.page_size)
         req.pages = shared + own
         cache.open(req, (other for other in self.waiting[:NEIGHBOURS] if other is not req))

@@ -61,6 +61,7 @@ class Header(msgspec.Struct, kw_only=True):
     costs: StepCosts | None
     tiers: list[TierSpec]
     bounded: Sequence[Bounded] = ()
+    adapter_slots: int = 0
 
 
 class Result(msgspec.Struct, array_like=True):
@@ -126,6 +127,7 @@ class Recorder:
             costs=engine.step_costs(),
             tiers=[replace(tier, folder="") for tier in engine.tiers],
             bounded=engine.bounded,
+            adapter_slots=engine.adapter_slots,
         )
         self.uid_of_row = scheduler.rows.uid
         self._hasher = None if config.record_texts else TokenHasher(engine.limits.vocab_size, engine.eos_token_ids)

@@ -23,8 +23,8 @@ if TYPE_CHECKING:
 
 
 class Status(enum.Enum):
-    """The state of a request. COMPILING: its grammar is not ready, so it is in no queue yet. PREEMPTED and FINISHED
-    requests wait until no batch in flight holds them."""
+    """The state of a request. COMPILING: its grammar or adapter is not ready, so it is in no queue yet. PREEMPTED and
+    FINISHED requests wait until no batch in flight holds them."""
 
     COMPILING = -1
     WAITING = 0
@@ -77,6 +77,7 @@ class Req:
         self.captures: list[tuple[int, Snapshot]] = []  # those that were made, until the result is finite
         self.target: Any = None  # the lock on all of the prefix that is loaded, in a model with bounded state
         self.is_loading = False  # a part of its cached prefix is still to be loaded from a tier
+        self.adapter_slot = 0  # of the device's memory, while the request has a row; 0 without an adapter
         self.matcher: TokenMatcher | None = None  # has advanced over all confirmed tokens; None without a grammar
         # Log-probabilities of the prompt so far, columns of the step results; None once sent, or if not asked for.
         self.prompt_logprobs: list[Ints] | None = [] if sampling_params.wants_prompt_logprobs else None

@@ -39,6 +39,7 @@ from minisgl.distributed.control import PlanBus
 from minisgl.kvcache.arena import Arena
 from minisgl.kvcache.snapshots import IdPool
 from minisgl.scheduler import endings
+from minisgl.scheduler.adapters import Adapters
 from minisgl.scheduler.budget import LoadBudget, Pace, StepClock
 from minisgl.scheduler.cache import CacheManager
 from minisgl.scheduler.check import check_idle, check_invariants
@@ -100,7 +101,8 @@ class Scheduler:
         )
         self.cache = CacheManager(config, engine, arena, pools, self.rows)
         self.is_mixed = config.mixed_batches
-        self.prefill = PrefillManager(self.cache, self.rows, config.schedule_policy)
+        self.adapters = Adapters(engine.adapter_slots)
+        self.prefill = PrefillManager(self.cache, self.rows, self.adapters, config.schedule_policy)
         self.decode = DecodeManager(self.cache, self.rows)
         self.grammars = Grammars() if grammars is None else grammars
         self.drafts = create_drafts(config.engine, engine, self.rows, self.cache, self.grammars.constrain)
@@ -215,8 +217,9 @@ class Scheduler:
             if msg.uid in self.live:
                 raise ValueError(f"request {msg.uid} is running already")
             req = self.admission.admit(msg, self.num_queued, self.prefill.is_full)
-            if msg.sampling_params.grammar is not None:
-                self.grammars.submit(req)
+            if msg.sampling_params.adapter is not None and not self.engine.adapter_slots:
+                raise RequestError("this engine has no room for adapters", param="model", code="model_not_found")
+            self.grammars.submit(req, self.engine.read_adapter)
         except RequestError as e:
             self.replies.finish(endings.failed(msg.uid, e))
             return
@@ -260,10 +263,10 @@ class Scheduler:
             # While running requests lack pages, new requests must not take the last ones; with `fcfs`, neither those of
             # a preempted one that a step in flight still holds.
             is_short |= self.prefill.is_fcfs and any(r.status is Status.PREEMPTED for r in self.leaving.values())
-            chunks = self.prefill.plan(budget, None if is_short else running, loads)
+            chunks = self.prefill.plan(budget, None if is_short else running, loads, self.step_number)
             if chunks and not self.is_mixed:
                 running, drafts = running[:0], None
-        if len(running) or chunks or loads.granted:
+        if len(running) or chunks or loads.granted or self.adapters.has_loads:
             if not is_short:
                 self.prefill.growth.relax()  # not in an idle step, which a record leaves out
             return Step(running, chunks, drafts)
@@ -321,6 +324,8 @@ class Scheduler:
         plan = step.make_plan(self.step_number, self.rows, histories, moves)
         if self.grammars.num_matchers:
             plan = replace(plan, masks=self.grammars.plan_masks(plan, self.rows))
+        if self.adapters.has_loads:
+            plan = replace(plan, adapters=self.adapters.pop_loads())
         self.rows.advance(plan)
         for req in step.prompts():
             self.decode.add(req)
@@ -452,6 +457,7 @@ class Scheduler:
         if req.table_idx is not None:
             self.cache.share_prefix(req, is_leaving=True)
             self.cache.release(req)
+            self.adapters.release(req)
             if req.status is Status.PREEMPTED:
                 req.append_sampled(self.rows.sampled(req))
             self.rows.free(req)

@@ -130,4 +130,5 @@ def sampling_flags(req: Req) -> int:
     """Return the flags that say how `req` samples from its logits."""
     p = req.sampling_params
     flags = Flag.PENALIZED * p.has_penalties | Flag.FILTERED * p.is_filtered
+    flags |= Flag.ADAPTED * (req.adapter_slot > 0)
     return flags | Flag.LOGPROBS * (p.logprobs is not None) | Flag.MASKED * (p.grammar is not None)

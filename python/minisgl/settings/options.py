@@ -277,6 +277,24 @@ class EngineConfig(Settings):
         choices=("off", "auto", "ngram", "tree", "mtp", "draft:PATH", "eagle3:PATH"),
         words={"NGRAM": "ngram", "NEXTN": "mtp", "none": "off"},
     )
+    lora: str | None = option(
+        None,
+        "LoRA adapters in PEFT's layout that requests choose as their model: NAME=PATH, or a folder of adapters; "
+        "separated by commas",
+        aliases=("lora_modules", "lora_paths"),
+        form=list,
+    )
+    lora_dynamic: str | None = option(
+        None,
+        "folder whose adapters may be loaded while the server runs (POST /v1/load_lora_adapter); default = none",
+    )
+    max_loras: int = option(
+        8, "adapters in device memory, so that one step may use them", aliases=("max_loras_per_batch",), minimum=1
+    )
+    max_cpu_loras: int = option(64, "adapters in host memory", aliases=("max_loaded_loras",), minimum=1)
+    max_lora_rank: int | None = option(
+        None, "largest rank of an adapter; default = that of --lora, and at least 16", minimum=1, maximum=1024
+    )
     num_draft_tokens: int = option(
         4,
         "maximum draft tokens of a request per step",

@@ -6,7 +6,7 @@ It must make the same plans. Then the Engine view of the page can show any step.
 from __future__ import annotations
 
 import socket
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from concurrent.futures import Future
 from pathlib import Path
 from types import SimpleNamespace
@@ -159,7 +159,9 @@ class _Grammars(Grammars):
         super().__init__()
         self._replay = replay
 
-    def submit(self, req: Req) -> None:
+    def submit(self, req: Req, read_adapter: Callable[[str], None]) -> None:
+        if req.sampling_params.grammar is None and req.sampling_params.adapter is None:
+            return
         self._jobs[req.uid] = req, Future(), 0.0
         req.status = Status.COMPILING
 
@@ -167,9 +169,10 @@ class _Grammars(Grammars):
         for uid, failure in self._replay.entry.compiled:
             req = self._jobs.pop(uid)[0]
             if failure is None:
-                req.matcher = _Matcher()  # type: ignore[assignment]
                 req.status = Status.WAITING
-                self.num_matchers += 1
+                if req.sampling_params.grammar is not None:
+                    req.matcher = _Matcher()  # type: ignore[assignment]
+                    self.num_matchers += 1
             yield req, failure.error() if failure else None
 
     def wait(self, seconds: float) -> None:

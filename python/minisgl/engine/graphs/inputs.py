@@ -182,6 +182,7 @@ class StepInputs:
             page_writes=nothing,
             row_states=nothing,
             captures=self._captures,
+            has_adapters=size.has_adapters,
         )
         return batch, self._out_loc[:, : size.tokens]
 

@@ -198,7 +198,7 @@ class Decoder : public Model {
     }
 
   private:
-    static bool is_plain(const Sample& s) { return !(s.flags & ~(kSamples | kFromDevice | kDrafts | kMasked)); }
+    static bool is_plain(const Sample& s) { return !(s.flags & ~(kSamples | kFromDevice | kDrafts | kMasked | kAdapted)); }
     static bool is_proposed(const StepPlan& plan, int64_t row) {
         const auto is_of_row = [&](const Proposal& p) { return p.row == row; };
         return std::any_of(plan.proposals, plan.proposals + plan.num_proposals, is_of_row);

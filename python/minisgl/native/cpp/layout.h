@@ -2,11 +2,11 @@
 #pragma once
 #include <cstdint>
 
-constexpr int64_t kLayoutVersion = 4017158067;
+constexpr int64_t kLayoutVersion = 3928458974;
 
 namespace minisgl {
 
-enum Flag : int32_t { kSamples = 1, kFromDevice = 2, kPenalized = 4, kFiltered = 8, kLogprobs = 16, kPromptLogprobs = 32, kMasked = 64, kDrafts = 128 };
+enum Flag : int32_t { kSamples = 1, kFromDevice = 2, kPenalized = 4, kFiltered = 8, kLogprobs = 16, kPromptLogprobs = 32, kMasked = 64, kAdapted = 256, kDrafts = 128 };
 
 enum Activation : int64_t { kSilu, kGeluTanh, kGelu, kRelu2, kClamped, kSigmoid, kSoftplus };
 constexpr int kMaxDrafts = 8, kProposed = 17;
@@ -27,13 +27,15 @@ struct Row {
     float temperature;
     int32_t top_k;
     float top_p, min_p;
+    int32_t adapter;
+    char padding[4];
 };
-static_assert(sizeof(Row) == 24);
+static_assert(sizeof(Row) == 32);
 struct RowState {
     int32_t row;
     Row fields;
 };
-static_assert(sizeof(RowState) == 28);
+static_assert(sizeof(RowState) == 36);
 struct HistoryHead {
     int32_t words, row, first, length;
 };
