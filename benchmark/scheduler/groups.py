@@ -240,14 +240,14 @@ def agents(sessions: int, at_once: int, last: int) -> Callable[[Server], float]:
         rng = random.Random(5)
         main, sub = tokens(rng, SYSTEM), tokens(rng, SUB_SYSTEM)
 
-        def one() -> Turns:
+        def one(rng: random.Random) -> Turns:
             calls = rng.choices(range(1, TURNS), k=rng.randint(1, 3)) if rng.random() < 0.44 else []
             for turn, asked in enumerate(session(rng, TURNS, last, main)):
                 yield asked
                 for _ in range(calls.count(turn)):
                     yield from session(rng, SUB_TURNS, SUB_LAST, sub)
 
-        clock, todo = 0, [one() for _ in range(sessions)]
+        clock, todo = 0, [one(random.Random(i)) for i in range(sessions)]
         due = [(rng.randrange(2000), i) for i in range(at_once)]
         asked: dict[int, int] = {}
         heapq.heapify(due)
