@@ -1,4 +1,4 @@
-"""Models with a recurrent state through the whole engine: texts as transformers', hits, choices, speculation."""
+"""Models with a recurrent state, and latents, through the whole engine: texts as transformers', hits, options."""
 
 from __future__ import annotations
 
@@ -52,7 +52,7 @@ def test_a_chat_of_ten_turns(hybrid: Checkpoint) -> None:
     llm.close()
 
 
-@pytest.mark.parametrize("hybrid", ["qwen3.5-moe"], indirect=True)
+@pytest.mark.parametrize("hybrid", ["qwen3.5-moe", "deepseek-v3"], indirect=True)
 def test_options_change_no_text(hybrid: Checkpoint) -> None:
     """Choices, logprobs, penalties, a grammar, drafts and a small memory, together in steps."""
     prompts = [[7 * i + j for j in range(1, 20 + 9 * i)] for i in range(3)]
