@@ -75,9 +75,10 @@ class Checkpoint:
 
 @dataclass(frozen=True)
 class Footprint:
-    """The least bytes that a rank needs for weights, for the state of all rows, and for a page of each group."""
+    """The least bytes that a rank needs for weights, slots of adapters, the state of all rows, a page of each group."""
 
     weights: int
+    adapters: int
     rows: int
     pages: tuple[int, ...]
     page_size: int
@@ -101,13 +102,13 @@ class Footprint:
         weights = matrices(m.num_projections, m.num_expert_weights, m.num_others)
         if config.quantization is not None and device == "cuda" and not m.tie_word_embeddings:
             weights -= m.vocab_size * m.hidden_size * (item - 1)  # the head has 8 bits: `HEAD_FORMAT`
-        weights += config.max_loras * adapter_rank(config) * m.num_adapted * item
+        adapters = config.max_loras * adapter_rank(config) * m.num_adapted * item // config.tp
         if checkpoint.draft is not None:
             page_bytes[FULL] += _page_bytes(checkpoint.draft.model, config, page_size, item)[FULL]
             d, experts = checkpoint.draft, checkpoint.draft.model.num_expert_weights
             is_layer = bool(d.names)  # which is quantized as the model's are
             weights += matrices(d.num_projections, experts, d.num_others) if is_layer else d.model.num_weights * item
-        return cls(weights // config.tp, config.max_running_requests * row, tuple(page_bytes), page_size)
+        return cls(weights // config.tp, adapters, config.max_running_requests * row, tuple(page_bytes), page_size)
 
 
 def adapter_rank(config: EngineConfig) -> int:
@@ -253,6 +254,11 @@ def _check_memory(config: EngineConfig, needs: Footprint, dtype: str, ranks: int
     num_pages = config.num_pages or 0
     parts = [
         (ranks * needs.weights, f"weights in {dtype}", "take a smaller model, or more GPUs (--tp)"),
+        (
+            ranks * needs.adapters,
+            f"--max-loras {config.max_loras}",
+            "give a smaller number, or a lower --max-lora-rank",
+        ),
         (ranks * needs.rows, f"--max-running-requests {config.max_running_requests}", "give a smaller number"),
         (ranks * needs.pages[FULL] * num_pages, f"--num-pages {num_pages}", "give a smaller number"),
     ]

@@ -69,7 +69,7 @@ NAMES_SHOWN: Final = 5
 
 # Modules around a decoder and its layers, from training or a larger model.
 WRAPPER: Final = re.compile(r"((base|pretrained|language)_)?model|module|_orig_mod|_\w+_wrapped_module")
-IN_MODEL: Final = re.compile(r"(embed_tokens|layers|norm|final_layernorm|embed_tokens_per_layer|per_layer_\w+)\.")
+IN_MODEL: Final = re.compile(r"(embed_tokens|layers|norm|final_layernorm|embed_tokens_per_layer|per_layer_\w+)(\.|$)")
 # Tensors that no parameter needs -> whether the model computes the same without this one.
 HARMLESS: Final[Mapping[str, Callable[[Stored], bool]]] = {
     r"(^|\.)rotary_emb\.(\w*inv_freq|cos_cached|sin_cached)$|attn\.masked_bias$|\.wf$": lambda constant: True,
