@@ -54,7 +54,7 @@ def open_adapter(
             raise ConfigError(f"its rank of {needed} is above the {rank} of the slots: give --max-lora-rank {needed}")
         modules = _modules(_read(folder, 8 * rank * sum(map(sum, shapes.values())) + HEADER_BYTES))
         _check_names(config, modules, shapes)
-        for name, (peft_name, parts) in modules.items():
+        for name, (peft_name, parts) in sorted(modules.items()):  # on all ranks the same first error
             _check(name, parts, config.rank_of(peft_name), shapes[name], bool(config.lora_bias))
             low = LowRank(parts[A], parts[B], config.scale_of(peft_name), parts.get(BIAS))
             if not all((t * scale).to(dtype).isfinite().all() for t in parts.values() for scale in (1.0, low.scale)):
