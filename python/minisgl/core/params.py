@@ -72,13 +72,14 @@ class Adapter(msgspec.Struct, frozen=True):
 
     @property
     def source(self) -> str:
-        """What identifies its weights; `folder_of` returns the folder."""
+        """What identifies its weights; `folder_and_key` takes it apart."""
         return f"{self.key}:{self.folder}"
 
 
-def folder_of(source: str) -> Path:
-    """Return the folder of an adapter's `source`."""
-    return Path(source.partition(":")[2])
+def folder_and_key(source: str) -> tuple[Path, str]:
+    """Return the folder and the key of an adapter's `source`."""
+    key, _, folder = source.partition(":")
+    return Path(folder), key
 
 
 NUMBER, KEY = "\0", "\1"  # in the texts of `ToolCalls`: any number, and any name of an argument
