@@ -1,14 +1,15 @@
 """Low-rank adapters beside a projection, for any mix of slots: shrink to the ranks, then expand and add.
 
-What costs is the launches for few tokens, and to read and write y for many. Only T and the shapes decide the grids, so
-that CUDA graphs capture them. A token reads its own adapter alone, and no sum depends on the other tokens; a slot with
-NaN harms only its own. Letters are those of `ops/adapters.py`.
+What costs is launches and latencies for few tokens, and to read and write y for many. Only T and the shapes decide the
+grids, so that CUDA graphs capture them. Slots beside each other are columns of one GEMM, of which a token keeps those
+of its own. So a token's bits do not depend on the others, and a slot with NaN harms only its own. Letters are those of
+`ops/adapters.py`; G slots are a group.
 """
 
 from __future__ import annotations
 
 import math
-from functools import cache
+from functools import cache, lru_cache
 from itertools import pairwise
 from typing import Final, NamedTuple
 
@@ -24,78 +25,96 @@ from minisgl.kernels.triton.launch import MAX_CHAINED, pdl_options
 from minisgl.kernels.triton.linear import NUM_SMS
 from minisgl.ops.adapters import AdapterWeights, ModuleRows
 
-MAX_CLASSES: Final = 16
+MAX_GROUP: Final = 8
 MAX_SPLITS: Final = 32
+MIN_LENGTH: Final = 256  # inputs of a split: an expand reads as many bytes of sums as there are splits
+WIDE: Final = 8192  # outputs from which 128 a program still fill half the SMs
 SECTOR: Final = tl.constexpr(16)  # elements of 16 bits that one prefetch brings to L2
 NO_SLOT: Final = tl.constexpr(1 << 30)
 
 
 @triton.jit
-def _next_slot(slots, slot, CLASSES: tl.constexpr):
-    """Return the smallest of `slots` that is larger than `slot` and of this program's class, or NO_SLOT."""
-    is_next = (slots > slot) & (slots % CLASSES == tl.program_id(1))
-    return tl.min(tl.where(is_next, slots, NO_SLOT), 0)
+def _next_slot(slots, slot):
+    """Return the smallest of `slots` that is larger than `slot`, or NO_SLOT."""
+    return tl.min(tl.where(slots > slot, slots, NO_SLOT), 0)
 
 
 @triton.jit
-def _prefetch(row_ptrs, COLUMNS: tl.constexpr):
-    """Bring the first COLUMNS elements of rows to L2."""
-    ptrs = row_ptrs[:, None] + (tl.arange(0, COLUMNS // SECTOR) * SECTOR)[None, :]
-    tl.inline_asm_elementwise(
-        "prefetch.global.L2 [$1]; mov.b32 $0, 0;", "=r,l", [ptrs], tl.int32, is_pure=False, pack=1
-    )  # fmt: skip
+def _group(slots, first, G: tl.constexpr):
+    """Return which of the slots from `first` on are a token's [T, G], and these slots [G]: `first` for absent ones."""
+    group = first + tl.arange(0, G)
+    is_own = slots[:, None] == group[None, :]
+    return is_own, tl.where(tl.max(is_own.to(tl.int32), 0) > 0, group, first)
+
+
+@triton.jit
+def _rows_of_a(a_ptrs, slots, first, stride_a, G: tl.constexpr, BLOCK_R: tl.constexpr):
+    """Return which of the slots from `first` on are a token's, and the pointers `a_ptrs` [G BLOCK_R] in these slots."""
+    is_own, group = _group(slots, first, G)
+    group = tl.reshape(tl.broadcast_to(group[:, None], [G, BLOCK_R]), [G * BLOCK_R])
+    return is_own, a_ptrs + (group - 1).to(tl.int64) * stride_a
+
+
+@triton.jit
+def _prefetch(ptrs):
+    """Bring the sectors at `ptrs` to L2."""
+    tl.inline_asm_elementwise("prefetch.global.L2 [$1]; mov.b32 $0, 0;", "=r,l", [ptrs], tl.int32, False, 1)
 
 
 @triton.jit(do_not_specialize=["tokens"])
 def _shrink(
     x_ptr, slots_ptr, a_ptr, sums_ptr, tokens, n_inner, n_in, length, stride_x, stride_a,
-    CLASSES: tl.constexpr, SPLITS: tl.constexpr, BLOCK_T: tl.constexpr, BLOCK_R: tl.constexpr, BLOCK_K: tl.constexpr,
+    G: tl.constexpr, BLOCK_T: tl.constexpr, BLOCK_R: tl.constexpr, BLOCK_K: tl.constexpr,
     NUM_STAGES: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
-    """sums[split, t] = a[slots[t] - 1] x[t] over `length` inputs; the rows of tokens without an adapter stay undefined.
+    """sums[split, t] = a[slots[t] - 1] x[t] over `length` inputs; grid (T / BLOCK_T, P r / BLOCK_R, SPLITS).
 
-    Grid: (T / BLOCK_T, classes of slots, P r / BLOCK_R times SPLITS). A program computes one slot of its class after
-    the other. Slots may be read before `gdc_wait`, as `_embedding` makes sure.
+    The rows of tokens without an adapter stay undefined. `norm.py: _embedding` lets slots be read before `gdc_wait`.
     """
     if PDL:
         gdc_launch_dependents()
-    offs_t = tl.program_id(0) * BLOCK_T + tl.arange(0, BLOCK_T)
-    slots = tl.load(slots_ptr + offs_t, mask=offs_t < tokens, other=0)
-    slot = _next_slot(slots, 0, CLASSES)
-    split = tl.program_id(2) % SPLITS
-    offs_r = tl.program_id(2) // SPLITS * BLOCK_R + tl.arange(0, BLOCK_R)
-    begin, end = split * length, tl.minimum((split + 1) * length, n_in)
-    a_ptrs = a_ptr + tl.minimum(offs_r, n_inner - 1) * n_in
+    first_t = tl.program_id(0).to(tl.int64) * BLOCK_T
+    offs_t = tl.arange(0, BLOCK_T)
+    is_token = first_t + offs_t < tokens
+    slots = tl.load(slots_ptr + first_t + offs_t, mask=is_token, other=0)
+    slot = _next_slot(slots, 0)
+    begin = tl.program_id(2) * length
+    end = tl.minimum(begin + length, n_in)
+    first_r = tl.program_id(1) * BLOCK_R
+    a_ptrs = a_ptr + tl.minimum(first_r + tl.arange(0, G * BLOCK_R) % BLOCK_R, n_inner - 1) * n_in
     if PDL:
         if (slot < NO_SLOT) & (begin + BLOCK_K <= end):
-            _prefetch(a_ptrs + (slot - 1).to(tl.int64) * stride_a + begin, BLOCK_K)
+            _, row_ptrs = _rows_of_a(a_ptrs, slots, slot, stride_a, G, BLOCK_R)
+            _prefetch(row_ptrs[:, None] + begin + (tl.arange(0, BLOCK_K // SECTOR) * SECTOR)[None, :])
         gdc_wait()
+    x_ptrs = x_ptr + first_t * stride_x + offs_t[:, None] * stride_x
     while slot < NO_SLOT:
-        is_token = slots == slot
-        row_ptrs = a_ptrs + (slot - 1).to(tl.int64) * stride_a
-        acc = tl.zeros([BLOCK_T, BLOCK_R], tl.float32)
+        is_own, row_ptrs = _rows_of_a(a_ptrs, slots, slot, stride_a, G, BLOCK_R)
+        is_x = (slots >= slot) & (slots < slot + G)
+        acc = tl.zeros([BLOCK_T, G * BLOCK_R], tl.float32)
         for start in tl.range(begin, end, BLOCK_K, num_stages=NUM_STAGES):
-            offs_k = start + tl.arange(0, BLOCK_K)
-            is_k = (offs_k < end)[None, :]
-            x_ptrs = x_ptr + offs_t.to(tl.int64)[:, None] * stride_x + offs_k[None, :]
-            x = tl.load(x_ptrs, mask=is_token[:, None] & is_k, other=0.0)
-            a = tl.load(row_ptrs[:, None] + offs_k[None, :], mask=is_k, other=0.0)
+            offs_k = (start + tl.arange(0, BLOCK_K))[None, :]
+            x = tl.load(x_ptrs + offs_k, mask=is_x[:, None] & (offs_k < end), other=0.0)
+            a = tl.load(row_ptrs[:, None] + offs_k, mask=offs_k < end, other=0.0)
             acc = tl.dot(x, tl.trans(a), acc, input_precision="ieee")
-        sums_ptrs = sums_ptr + (split * tokens + offs_t).to(tl.int64)[:, None] * n_inner + offs_r[None, :]
-        tl.store(sums_ptrs, acc, mask=is_token[:, None] & (offs_r < n_inner)[None, :])
-        slot = _next_slot(slots, slot, CLASSES)
+        own = tl.where(is_own[:, :, None], tl.reshape(acc, [BLOCK_T, G, BLOCK_R]), 0.0)
+        offs_r = first_r + tl.arange(0, BLOCK_R)[None, :]
+        sums_ptrs = sums_ptr + (tl.program_id(2) * tokens + first_t) * n_inner + offs_t[:, None] * n_inner + offs_r
+        tl.store(sums_ptrs, tl.sum(own, 1), mask=is_x[:, None] & (offs_r < n_inner))
+        slot = _next_slot(slots, slot + G - 1)
 
 
 @triton.jit(do_not_specialize=["tokens"])
 def _expand(
     y_ptr, out_ptr, sums_ptr, slots_ptr, shift_ptr, b_ptr, tiles_ptr, tokens, n_inner, n_rows, stride_shift, stride_b,
-    CLASSES: tl.constexpr, SPLITS: tl.constexpr, RANK: tl.constexpr, BLOCK_T: tl.constexpr, BLOCK_R: tl.constexpr,
+    SPLITS: tl.constexpr, G: tl.constexpr, RANK: tl.constexpr, BLOCK_T: tl.constexpr, BLOCK_R: tl.constexpr,
     BLOCK_N: tl.constexpr, ALIGNMENT: tl.constexpr, GATE: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
-    """out[t] = y[t] + b[slots[t] - 1] (sums of all splits, in order, + shift), with a GATE as in `linear.py: _gemv`.
+    """out[t] = y[t] + b[slots[t] - 1] (sums of all splits, in order, + shift); grid (tiles of N, T / BLOCK_T).
 
-    Grid: (tiles of N, classes of slots, T / BLOCK_T). Without a GATE, out is y, and tokens without an adapter stay. The
-    ranks are rounded to the dtype of b, and out is rounded once.
+    With a GATE, activations follow, of all tokens; without, out is y, and tokens without an adapter stay. The ranks are
+    rounded to the dtype of b, and out is rounded once. What is not finite in b counts as 0, or it would reach other
+    tokens: what makes an adapter NaN is NaN in `a`.
     """
     HALVES: tl.constexpr = 2 if GATE != "" else 1
     if PDL:
@@ -103,74 +122,82 @@ def _expand(
     tiles_ptr += 4 * tl.program_id(0)
     offs_n = tl.multiple_of(tl.load(tiles_ptr), ALIGNMENT) + tl.arange(0, BLOCK_N)
     is_row = offs_n < tl.multiple_of(tl.load(tiles_ptr + 1), ALIGNMENT)
-    offs_t = tl.program_id(2) * BLOCK_T + tl.arange(0, BLOCK_T)
-    slots = tl.load(slots_ptr + offs_t, mask=offs_t < tokens, other=-1)
-    slot = _next_slot(slots, -1 if GATE != "" else 0, CLASSES)
+    first_t = tl.program_id(1).to(tl.int64) * BLOCK_T
+    offs_t = tl.arange(0, BLOCK_T)
+    is_token = first_t + offs_t < tokens
+    slots = tl.load(slots_ptr + first_t + offs_t, mask=is_token, other=0)
+    first_slot = _next_slot(slots, 0)
     n_out = n_rows // HALVES
-    b_ptrs = b_ptr + tl.minimum(offs_n, n_out - 1) * RANK
+    row_ptrs = b_ptr + tl.minimum(offs_n, n_out - 1)[:, None, None] * RANK
     if PDL:
-        if (slot > 0) & (slot < NO_SLOT):
+        if first_slot < NO_SLOT:
+            _, group = _group(slots, first_slot, G)
+            sectors = tl.arange(0, BLOCK_R // SECTOR) * SECTOR
+            slot_ptrs = row_ptrs + (group - 1).to(tl.int64)[None, :, None] * stride_b + sectors[None, None, :]
             for half in tl.static_range(HALVES):
-                row_ptrs = b_ptrs + (slot - 1).to(tl.int64) * stride_b + half * n_out * RANK
-                for first in tl.static_range(0, RANK, BLOCK_R):
-                    _prefetch(row_ptrs + first, BLOCK_R)
+                for first in tl.range(0, RANK, BLOCK_R):
+                    _prefetch(slot_ptrs + half * n_out * RANK + first)
         gdc_wait()
-    while slot < NO_SLOT:
-        is_token = (slots == slot)[:, None]
-        mask = is_token & is_row[None, :]
-        result = tl.zeros([BLOCK_T, BLOCK_N], tl.float32)
-        for half in tl.static_range(HALVES):
-            y_ptrs = y_ptr + offs_t.to(tl.int64)[:, None] * n_rows + (half * n_out + offs_n)[None, :]
-            y = tl.load(y_ptrs, mask=mask, other=0.0)
-            acc = tl.zeros([BLOCK_T, BLOCK_N], tl.float32)
-            if slot > 0:
-                column = tl.load(tiles_ptr + 2 + half) * RANK + tl.arange(0, BLOCK_R)
-                row_ptrs = b_ptrs + (slot - 1).to(tl.int64) * stride_b + half * n_out * RANK
-                shift_ptrs = shift_ptr + (slot - 1).to(tl.int64) * stride_shift + column
-                for first in tl.static_range(0, RANK, BLOCK_R):
-                    b = tl.load(row_ptrs[:, None] + first + tl.arange(0, BLOCK_R)[None, :])
-                    inner = tl.zeros([BLOCK_T, BLOCK_R], tl.float32)
-                    for i in tl.static_range(SPLITS):
-                        offs = (i * tokens + offs_t).to(tl.int64)[:, None] * n_inner + first + column[None, :]
-                        inner += tl.load(sums_ptr + offs, mask=is_token, other=0.0)
-                    inner += tl.load(shift_ptrs + first).to(tl.float32)[None, :]
-                    acc = tl.dot(inner.to(b.dtype), tl.trans(b), acc, input_precision="ieee")
-            acc += y.to(tl.float32)
-            result = gated(result, acc, GATE) if half == 1 else acc
-        out_ptrs = out_ptr + offs_t.to(tl.int64)[:, None] * n_out + offs_n[None, :]
-        tl.store(out_ptrs, result.to(out_ptr.dtype.element_ty), mask=mask)
-        slot = _next_slot(slots, slot, CLASSES)
+    has_adapter = slots > 0
+    mask = (is_token if GATE != "" else has_adapter)[:, None] & is_row[None, :]
+    result = tl.zeros([BLOCK_T, BLOCK_N], tl.float32)
+    for half in tl.static_range(HALVES):
+        y_ptrs = y_ptr + first_t * n_rows + offs_t[:, None] * n_rows + (half * n_out + offs_n)[None, :]
+        y = tl.load(y_ptrs, mask=mask, other=0.0)
+        acc = tl.zeros([BLOCK_T, BLOCK_N], tl.float32)
+        column = tl.load(tiles_ptr + 2 + half) * RANK + tl.arange(0, BLOCK_R)[None, :]
+        for first in tl.range(0, RANK, BLOCK_R):
+            shift_ptrs = shift_ptr + (slots - 1).to(tl.int64)[:, None] * stride_shift + first + column
+            inner = tl.zeros([BLOCK_T, BLOCK_R], tl.float32)
+            for i in tl.static_range(SPLITS):
+                sums_ptrs = sums_ptr + (i * tokens + first_t) * n_inner + offs_t[:, None] * n_inner + first + column
+                inner += tl.load(sums_ptrs, mask=has_adapter[:, None], other=0.0)
+            inner += tl.load(shift_ptrs, mask=has_adapter[:, None], other=0.0).to(tl.float32)
+            slot = first_slot
+            while slot < NO_SLOT:
+                is_own, group = _group(slots, slot, G)
+                slot_ptrs = row_ptrs + (group - 1).to(tl.int64)[None, :, None] * stride_b + half * n_out * RANK
+                b = tl.load(slot_ptrs + first + tl.arange(0, BLOCK_R)[None, None, :])
+                b = tl.reshape(tl.where(tl.abs(b.to(tl.float32)) < float("inf"), b, 0.0), [BLOCK_N, G * BLOCK_R])
+                spread = tl.reshape(tl.where(is_own[:, :, None], inner[:, None, :], 0.0), [BLOCK_T, G * BLOCK_R])
+                acc = tl.dot(spread.to(b.dtype), tl.trans(b), acc, input_precision="ieee")
+                slot = _next_slot(slots, slot + G - 1)
+        acc += y.to(tl.float32)
+        result = gated(result, acc, GATE) if half == 1 else acc
+    out_ptrs = out_ptr + first_t * n_out + offs_t[:, None] * n_out + offs_n[None, :]
+    tl.store(out_ptrs, result.to(out_ptr.dtype.element_ty), mask=mask)
 
 
 class AdapterConfig(NamedTuple):
-    """Tile (tokens, ranks of a shrink, inputs, outputs of an expand), classes of slots, parts of K, stages, warps."""
+    """G; tile (tokens, ranks of a shrink, inputs, outputs of an expand), parts of K, warps of both kernels."""
 
+    group: int
     block_t: int
     block_r: int
     block_k: int
     block_n: int
-    classes: int
     splits: int
-    num_stages: int = 3
-    num_warps: int = 4
+    shrink_warps: int
+    expand_warps: int
 
 
-def adapter_config(tokens: int, n_slots: int, n_inner: int, n_in: int) -> AdapterConfig:
-    """Return the tiles for `tokens` tokens. Not measured yet.
+@lru_cache(maxsize=4096)
+def adapter_config(tokens: int, n_slots: int, n_inner: int, n_in: int, n_out: int, dtype: torch.dtype) -> AdapterConfig:
+    """Return the tiles for `tokens` tokens. None was timed yet: they balance what a program reads of L2.
 
-    Up to MAX_CHAINED tokens may each have another adapter, so that programs share the slots, and parts of K make two
-    programs an SM. More tokens come in runs of one adapter, and programs that have nothing to do would cost more.
+    Up to MAX_CHAINED tokens may have several adapters in a tile. More are prompts, with long runs of one adapter.
     """
-    is_few = tokens <= MAX_CHAINED
-    block_t = min(64, max(16, triton.next_power_of_2(tokens)))
-    block_r = 16 if is_few else min(64, triton.next_power_of_2(n_inner))
-    block_k = min(256 if block_t == 16 else 128, triton.next_power_of_2(n_in))
-    classes = min(n_slots + 1, MAX_CLASSES) if is_few and tokens > 1 else 1
-    programs = ceil_div(tokens, block_t) * min(tokens, classes) * ceil_div(n_inner, block_r)
-    splits, wanted = 1, NUM_SMS * (2 if is_few else 1)
-    while splits < MAX_SPLITS and 2 * splits * programs <= wanted and 2 * splits * block_k <= n_in:
+    is_exact = dtype is torch.float32  # without tensor cores
+    group = min(MAX_GROUP, triton.next_power_of_2(n_slots)) if 1 < tokens <= MAX_CHAINED and not is_exact else 1
+    block_t = 16 if is_exact else min(64, max(16, triton.next_power_of_2(tokens)))
+    block_r = 16 if tokens <= MAX_CHAINED or is_exact else min(64, triton.next_power_of_2(n_inner))
+    block_k = 64 if is_exact else 256 if tokens == 1 else 128
+    block_n = 32 if is_exact else 128 if n_out >= WIDE else 64
+    programs, splits = ceil_div(tokens, block_t) * ceil_div(n_inner, block_r), 1
+    while splits < MAX_SPLITS and 2 * splits * programs <= NUM_SMS and 2 * splits * MIN_LENGTH <= n_in:
         splits *= 2
-    return AdapterConfig(block_t, block_r, block_k, 64 if is_few else 128, classes, splits)
+    warps = [8 if block_t * columns > 4096 else 4 for columns in (group * block_r, max(block_n, group * 16))]
+    return AdapterConfig(group, block_t, block_r, block_k, block_n, splits, *warps)
 
 
 class _Tiles(NamedTuple):
@@ -203,23 +230,23 @@ def _tiles(rows: tuple[ModuleRows, ...], block_n: int, is_gated: bool, device: t
 
 def add_adapters(y: Tensor, x: Tensor, slots: Tensor, weights: AdapterWeights, gate: str = "") -> Tensor:
     """`adapters.add_adapters` by two kernels, in float32 but for the ranks; overwrites y unless there is a `gate`."""
-    (tokens, n_rows), n_in, rank = y.shape, x.shape[1], weights.rank
+    (tokens, n_rows), n_in, rank, n_inner = y.shape, x.shape[1], weights.rank, weights.a.shape[1]
     out = empty((tokens, n_rows // 2), dtype=y.dtype, device=y.device) if gate else y
     if not tokens:
         return out
-    (a, shift, b), n_inner = (weights.a, weights.shift, weights.b), weights.a.shape[1]
-    c = adapter_config(tokens, len(a), n_inner, n_in)
-    tiles, options = _tiles(weights.rows, c.block_n, bool(gate), y.device), pdl_options(y.device, tokens <= MAX_CHAINED)
+    a, shift, b = weights.a, weights.shift, weights.b
+    c = adapter_config(tokens, len(a), n_inner, n_in, out.shape[1], y.dtype)
+    options, tiles_t = pdl_options(y.device, tokens <= MAX_CHAINED), ceil_div(tokens, c.block_t)
+    tiles = _tiles(weights.rows, c.block_n, bool(gate), y.device)
     sums = empty((c.splits, tokens, n_inner), dtype=torch.float32, device=y.device)
-    tiles_t, length = ceil_div(tokens, c.block_t), ceil_div(n_in, c.block_k * c.splits) * c.block_k
-    _shrink[(tiles_t, c.classes, ceil_div(n_inner, c.block_r) * c.splits)](
-        x, slots, a, sums, tokens, n_inner, n_in, length, x.stride(0), a.stride(0),
-        CLASSES=c.classes, SPLITS=c.splits, BLOCK_T=c.block_t, BLOCK_R=c.block_r, BLOCK_K=c.block_k,
-        NUM_STAGES=c.num_stages, num_warps=c.num_warps, **options,
+    _shrink[(tiles_t, ceil_div(n_inner, c.block_r), c.splits)](
+        x, slots, a, sums, tokens, n_inner, n_in, ceil_div(n_in, c.block_k * c.splits) * c.block_k, x.stride(0),
+        a.stride(0), G=c.group, BLOCK_T=c.block_t, BLOCK_R=c.block_r, BLOCK_K=c.block_k, NUM_STAGES=3,
+        num_warps=c.shrink_warps, **options,
     )  # fmt: skip
-    _expand[(len(tiles.table), c.classes, tiles_t)](
+    _expand[(len(tiles.table), tiles_t)](
         y, out, sums, slots, shift, b, tiles.table, tokens, n_inner, n_rows, shift.stride(0), b.stride(0),
-        CLASSES=c.classes, SPLITS=c.splits, RANK=rank, BLOCK_T=c.block_t, BLOCK_R=math.gcd(rank, 64),
-        BLOCK_N=c.block_n, ALIGNMENT=tiles.alignment, GATE=gate, num_warps=c.num_warps, **options,
+        SPLITS=c.splits, G=c.group, RANK=rank, BLOCK_T=c.block_t, BLOCK_R=16 if c.group > 1 else math.gcd(rank, 64),
+        BLOCK_N=c.block_n, ALIGNMENT=tiles.alignment, GATE=gate, num_warps=c.expand_warps, **options,
     )  # fmt: skip
     return out
