@@ -14,7 +14,6 @@ from e2e.harness import ServerProcess
 from minisgl.__main__ import main
 from minisgl.core.layout import adapter_loads
 from minisgl.core.params import folder_of
-from minisgl.core.plan import Ints
 from minisgl.engine.adapters import AdapterPool
 from minisgl.tools.bench.offline import offline_table
 from minisgl.tools.bench.workloads import WORKLOADS
@@ -54,7 +53,7 @@ def test_offline_with_adapters(unused: tuple[str, ...], names: set[str], tmp_pat
     used: set[Path] = set()
     start = AdapterPool.start
 
-    def spy(pool: AdapterPool, loads: Ints) -> None:
+    def spy(pool: AdapterPool, loads: Any) -> None:
         used.update(Path(folder_of(source)) for _, source in adapter_loads(loads))
         start(pool, loads)
 
