@@ -45,11 +45,16 @@ def with_adapters(x: Tensor, weight: Tensor, added: AdapterWeights, slots: Tenso
 
 def other_splits(call: Callable[[], Tensor]) -> str:
     """Time the op with each number of parts of K."""
-    chosen, found = adapters.adapter_config, []
+    chosen, found = adapters.launch_options, []
     for splits in (1, 2, 4, 8, 16, 32):
-        adapters.adapter_config = lambda *shape, n=splits: chosen(*shape)._replace(splits=n)  # type: ignore[assignment]
+
+        def options(*shape: object, splits: int = splits) -> tuple[dict[str, int], dict[str, int]]:
+            shrink, expand = chosen(*shape)  # type: ignore[arg-type]
+            return shrink, expand | {"SPLITS": splits}
+
+        adapters.launch_options = options  # type: ignore[assignment]
         found.append(f"{splits}: {time_us([call]):.2f}")
-    adapters.adapter_config = chosen
+    adapters.launch_options = chosen
     return ", splits " + ", ".join(found)
 
 

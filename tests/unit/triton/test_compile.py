@@ -284,16 +284,16 @@ def test_gated_delta_compiles():
 )
 def test_adapters_compile(tokens: int, rank: int, n_rows: int, gate: str):
     """Weights and results move 16 bytes at a time; a projection of one output is of one in every launch."""
-    n_inner, n_out, kind = 2 * rank, n_rows // (2 if gate else 1), dict.fromkeys(("x_ptr", "a_ptr"), "*bf16")
-    c = adapters.adapter_config(tokens, 8, n_inner, 4096, n_out, torch.bfloat16)
-    common = {"G": c.group, "BLOCK_T": c.block_t, "PDL": tokens <= 64}
+    n_out, kind = n_rows // (2 if gate else 1), dict.fromkeys(("x_ptr", "a_ptr"), "*bf16")
+    options = adapters.launch_options(tokens, 8, 2 * rank, 4096, rank, n_out, torch.bfloat16)
+    names = ("num_warps", "num_stages")
+    shrink, expand = ({name: value for name, value in each.items() if name not in names} for each in options)
+    launch = [{name: each[name] for name in names if name in each} for each in options]
+    shrink, expand = shrink | {"PDL": tokens <= 64}, expand | {"PDL": tokens <= 64}
     kind |= {"slots_ptr": "*i32", "sums_ptr": "*fp32", "tokens": "i32"}
-    sizes = {"BLOCK_R": c.block_r, "BLOCK_K": c.block_k, "NUM_STAGES": 3}
-    ptx = compile_kernel(adapters._shrink, kind, common | sizes, "ptx", True, num_warps=c.shrink_warps)
+    ptx = compile_kernel(adapters._shrink, kind, shrink, "ptx", True, **launch[0])
     assert set(re.findall(r"cp\.async\.c[ag]\.\S+ \[.*?\], \[.*?\], (0x\w+|\d+)", ptx)) == {"0x10"}
     kind |= dict.fromkeys(("y_ptr", "out_ptr", "shift_ptr", "b_ptr"), "*bf16") | {"tiles_ptr": "*i32"}
-    sizes = {"SPLITS": c.splits, "RANK": rank, "BLOCK_R": 16 if c.group > 1 else math.gcd(rank, 64)}
-    sizes |= {"BLOCK_N": c.block_n, "ALIGNMENT": math.gcd(n_rows, 16), "GATE": gate}
-    sizes |= {"n_rows": 1} if n_rows == 1 else {}
-    ptx = compile_kernel(adapters._expand, kind, common | sizes, "ptx", True, num_warps=c.expand_warps)
+    expand |= {"ALIGNMENT": math.gcd(n_rows, 16), "GATE": gate} | ({"n_rows": 1} if n_rows == 1 else {})
+    ptx = compile_kernel(adapters._expand, kind, expand, "ptx", True, **launch[1])
     assert n_rows == 1 or (".global.b16" not in ptx and "st.global.v4" in ptx)

@@ -11,7 +11,7 @@ from __future__ import annotations
 import math
 from functools import cache, lru_cache
 from itertools import pairwise
-from typing import Final, NamedTuple
+from typing import Final
 
 import torch
 import triton
@@ -64,8 +64,7 @@ def _prefetch(ptrs):
 @triton.jit(do_not_specialize=["tokens"])
 def _shrink(
     x_ptr, slots_ptr, a_ptr, sums_ptr, tokens, n_inner, n_in, length, stride_x, stride_a,
-    G: tl.constexpr, BLOCK_T: tl.constexpr, BLOCK_R: tl.constexpr, BLOCK_K: tl.constexpr,
-    NUM_STAGES: tl.constexpr, PDL: tl.constexpr,
+    G: tl.constexpr, BLOCK_T: tl.constexpr, BLOCK_R: tl.constexpr, BLOCK_K: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
     """sums[split, t] = a[slots[t] - 1] x[t] over `length` inputs; grid (T / BLOCK_T, P r / BLOCK_R, SPLITS).
 
@@ -92,7 +91,7 @@ def _shrink(
         is_own, row_ptrs = _rows_of_a(a_ptrs, slots, slot, stride_a, G, BLOCK_R)
         is_x = (slots >= slot) & (slots < slot + G)
         acc = tl.zeros([BLOCK_T, G * BLOCK_R], tl.float32)
-        for start in tl.range(begin, end, BLOCK_K, num_stages=NUM_STAGES):
+        for start in tl.range(begin, end, BLOCK_K):
             offs_k = (start + tl.arange(0, BLOCK_K))[None, :]
             x = tl.load(x_ptrs + offs_k, mask=is_x[:, None] & (offs_k < end), other=0.0)
             a = tl.load(row_ptrs[:, None] + offs_k, mask=offs_k < end, other=0.0)
@@ -117,7 +116,7 @@ def _expand(
     tokens: what makes an adapter NaN is NaN in `a`.
     """
     HALVES: tl.constexpr = 2 if GATE != "" else 1
-    if PDL:
+    if PDL and G == 1:
         gdc_launch_dependents()
     tiles_ptr += 4 * tl.program_id(0)
     offs_n = tl.multiple_of(tl.load(tiles_ptr), ALIGNMENT) + tl.arange(0, BLOCK_N)
@@ -138,6 +137,7 @@ def _expand(
                 for first in tl.range(0, RANK, BLOCK_R):
                     _prefetch(slot_ptrs + half * n_out * RANK + first)
         gdc_wait()
+        gdc_launch_dependents()  # of several tokens only now: see `pdl_options`
     has_adapter = slots > 0
     mask = (is_token if GATE != "" else has_adapter)[:, None] & is_row[None, :]
     result = tl.zeros([BLOCK_T, BLOCK_N], tl.float32)
@@ -168,85 +168,66 @@ def _expand(
     tl.store(out_ptrs, result.to(out_ptr.dtype.element_ty), mask=mask)
 
 
-class AdapterConfig(NamedTuple):
-    """G; tile (tokens, ranks of a shrink, inputs, outputs of an expand), parts of K, warps of both kernels."""
-
-    group: int
-    block_t: int
-    block_r: int
-    block_k: int
-    block_n: int
-    splits: int
-    shrink_warps: int
-    expand_warps: int
-
-
 @lru_cache(maxsize=4096)
-def adapter_config(tokens: int, n_slots: int, n_inner: int, n_in: int, n_out: int, dtype: torch.dtype) -> AdapterConfig:
-    """Return the tiles for `tokens` tokens. None was timed yet: they balance what a program reads of L2.
+def launch_options(
+    tokens: int, n_slots: int, n_inner: int, n_in: int, rank: int, n_out: int, dtype: torch.dtype
+) -> tuple[dict[str, int], dict[str, int]]:
+    """Return the tiles and warps of both kernels. None was timed yet: they balance what a program reads of L2.
 
     Up to MAX_CHAINED tokens may have several adapters in a tile. More are prompts, with long runs of one adapter.
     """
-    is_exact = dtype is torch.float32  # without tensor cores
-    group = min(MAX_GROUP, triton.next_power_of_2(n_slots)) if 1 < tokens <= MAX_CHAINED and not is_exact else 1
+    is_exact, is_few = dtype is torch.float32, tokens <= MAX_CHAINED  # exact: without tensor cores
+    group = min(MAX_GROUP, triton.next_power_of_2(n_slots)) if is_few and tokens > 1 and not is_exact else 1
     block_t = 16 if is_exact else min(64, max(16, triton.next_power_of_2(tokens)))
-    block_r = 16 if tokens <= MAX_CHAINED or is_exact else min(64, triton.next_power_of_2(n_inner))
+    block_r = 16 if is_few or is_exact else min(64, triton.next_power_of_2(n_inner))
     block_k = 64 if is_exact else 256 if tokens == 1 else 128
     block_n = 32 if is_exact else 128 if n_out >= WIDE else 64
     programs, splits = ceil_div(tokens, block_t) * ceil_div(n_inner, block_r), 1
     while splits < MAX_SPLITS and 2 * splits * programs <= NUM_SMS and 2 * splits * MIN_LENGTH <= n_in:
         splits *= 2
-    warps = [8 if block_t * columns > 4096 else 4 for columns in (group * block_r, max(block_n, group * 16))]
-    return AdapterConfig(group, block_t, block_r, block_k, block_n, splits, *warps)
-
-
-class _Tiles(NamedTuple):
-    """Tiles of N: [tiles, 4] int32 (begin, end, module, the module of `up`). `alignment` divides all bounds."""
-
-    table: Tensor
-    alignment: int
+    warps, more_warps = (8 if block_t * n > 4096 else 4 for n in (group * block_r, max(group * 16, block_n)))
+    common, ranks = {"G": group, "BLOCK_T": block_t}, 16 if group > 1 else math.gcd(rank, 64)
+    shrink = common | {"BLOCK_R": block_r, "BLOCK_K": block_k, "num_warps": warps, "num_stages": 3}
+    expand = common | {"SPLITS": splits, "RANK": rank, "BLOCK_R": ranks, "BLOCK_N": block_n, "num_warps": more_warps}
+    return shrink, expand
 
 
 @cache
-def _tiles(rows: tuple[ModuleRows, ...], block_n: int, is_gated: bool, device: torch.device) -> _Tiles:
-    """Return tiles of at most `block_n` outputs of one module; of a gated projection, of gate and up side by side.
+def _tiles(rows: tuple[ModuleRows, ...], block_n: int, is_gated: bool, device: torch.device) -> tuple[Tensor, int]:
+    """Return tiles of N [tiles, 4] int32 (begin, end, module, the module of `up`), and what divides all bounds.
 
-    The first call, which is not captured, creates them.
+    A tile has at most `block_n` outputs of one module; of a gated projection, of gate and up side by side. The first
+    call, which is not captured, creates them.
     """
-    n_rows = rows[-1].stop
-    n_out = n_rows // 2 if is_gated else n_rows
+    modules = [r.module for r in rows for _ in range(r.start, r.stop)]
+    n_out = len(modules) // 2 if is_gated else len(modules)
     bounds = [*sorted({0, *(r.start % n_out for r in rows)}), n_out]
-
-    def module(row: int) -> int:
-        return next(r.module for r in rows if r.start <= row < r.stop)
-
-    table = [
-        (first, min(first + block_n, end), module(begin), module(begin + n_rows - n_out))
+    tiles = [  # `up` is the last half
+        (first, min(first + block_n, end), modules[first], modules[first - n_out])
         for begin, end in pairwise(bounds)
         for first in range(begin, end, block_n)
     ]
-    return _Tiles(torch.tensor(table, dtype=torch.int32, device=device), math.gcd(16, *bounds))
+    return torch.tensor(tiles, dtype=torch.int32, device=device), math.gcd(16, *bounds)
 
 
 def add_adapters(y: Tensor, x: Tensor, slots: Tensor, weights: AdapterWeights, gate: str = "") -> Tensor:
     """`adapters.add_adapters` by two kernels, in float32 but for the ranks; overwrites y unless there is a `gate`."""
-    (tokens, n_rows), n_in, rank, n_inner = y.shape, x.shape[1], weights.rank, weights.a.shape[1]
+    tokens, n_rows = y.shape
     out = empty((tokens, n_rows // 2), dtype=y.dtype, device=y.device) if gate else y
     if not tokens:
         return out
-    a, shift, b = weights.a, weights.shift, weights.b
-    c = adapter_config(tokens, len(a), n_inner, n_in, out.shape[1], y.dtype)
-    options, tiles_t = pdl_options(y.device, tokens <= MAX_CHAINED), ceil_div(tokens, c.block_t)
-    tiles = _tiles(weights.rows, c.block_n, bool(gate), y.device)
-    sums = empty((c.splits, tokens, n_inner), dtype=torch.float32, device=y.device)
-    _shrink[(tiles_t, ceil_div(n_inner, c.block_r), c.splits)](
-        x, slots, a, sums, tokens, n_inner, n_in, ceil_div(n_in, c.block_k * c.splits) * c.block_k, x.stride(0),
-        a.stride(0), G=c.group, BLOCK_T=c.block_t, BLOCK_R=c.block_r, BLOCK_K=c.block_k, NUM_STAGES=3,
-        num_warps=c.shrink_warps, **options,
-    )  # fmt: skip
-    _expand[(len(tiles.table), tiles_t)](
-        y, out, sums, slots, shift, b, tiles.table, tokens, n_inner, n_rows, shift.stride(0), b.stride(0),
-        SPLITS=c.splits, G=c.group, RANK=rank, BLOCK_T=c.block_t, BLOCK_R=16 if c.group > 1 else math.gcd(rank, 64),
-        BLOCK_N=c.block_n, ALIGNMENT=tiles.alignment, GATE=gate, num_warps=c.expand_warps, **options,
+    (a, shift, b), n_inner, n_in = (weights.a, weights.shift, weights.b), *weights.a.shape[1:]
+    shrink, expand = launch_options(tokens, len(a), n_inner, n_in, weights.rank, out.shape[1], y.dtype)
+    tiles, alignment = _tiles(weights.rows, expand["BLOCK_N"], bool(gate), y.device)
+    tiles_t, splits = ceil_div(tokens, shrink["BLOCK_T"]), expand["SPLITS"]
+    chained = pdl_options(y.device, tokens <= MAX_CHAINED)
+    sums = empty((splits, tokens, n_inner), dtype=torch.float32, device=y.device)
+    length = ceil_div(n_in, shrink["BLOCK_K"] * splits) * shrink["BLOCK_K"]
+    _shrink[(tiles_t, ceil_div(n_inner, shrink["BLOCK_R"]), splits)](
+        x, slots, a, sums, tokens, n_inner, n_in, length, x.stride(0), a.stride(0), **shrink, **chained
+    )
+    _expand[(len(tiles), tiles_t)](
+        y, out, sums, slots, shift, b, tiles, tokens, n_inner, n_rows, shift.stride(0), b.stride(0),
+        GATE=gate, ALIGNMENT=alignment, **expand, **chained,
     )  # fmt: skip
     return out

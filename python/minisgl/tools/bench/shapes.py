@@ -175,21 +175,19 @@ def write_adapter(folder: Path, config: dict[str, Any], rank: int) -> None:
         tensors[f"{module}_B.weight"] = torch.randn(n_out, rank, dtype=torch.bfloat16) / 100
     folder.mkdir()
     save_file(tensors, folder / "adapter_model.safetensors")
-    targets = [name.rpartition(".")[2] for name in shapes]
-    about = {"peft_type": "LORA", "r": rank, "lora_alpha": rank, "target_modules": targets}
+    about = {"peft_type": "LORA", "r": rank, "lora_alpha": rank, "target_modules": "all-linear"}
     (folder / "adapter_config.json").write_text(json.dumps(about))
 
 
 @contextmanager
 def adapter_options(count: int | None, rank: int, options: dict[str, Any]) -> Iterator[dict[str, Any]]:
-    """Yield `options`, with a temporary `lora` folder of `count` adapters: links to one, so equal to each other."""
+    """Yield `options`, whose `lora` also has a temporary folder of `count` adapters, which are links to one."""
     if count is None:
         yield options
         return
     config = load_config(resolve_model(options.get("model", ""), weights=False))
     with tempfile.TemporaryDirectory(prefix="minisgl-adapters-") as base:
-        first = Path(base) / "0"
-        write_adapter(first, config, rank)
+        write_adapter(Path(base) / "0", config, rank)
         for i in range(1, count):
-            shutil.copytree(first, first.with_name(str(i)), copy_function=os.link)
-        yield options | {"lora": base}
+            shutil.copytree(f"{base}/0", f"{base}/{i}", copy_function=os.link)
+        yield options | {"lora": ",".join(filter(None, (options.get("lora"), base)))}
