@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import os
 import re
 from typing import Any
@@ -13,7 +14,10 @@ if os.environ.get("TRITON_INTERPRET") == "1":
 triton = pytest.importorskip("triton")
 backends = pytest.importorskip("triton.backends.compiler")
 
+import torch  # noqa: E402
+
 from minisgl.kernels.triton import (  # noqa: E402
+    adapters,
     attention_decode,
     attention_latent,
     attention_prefill,
@@ -275,3 +279,24 @@ def test_gated_delta_compiles():
         own = {name: pointers.get(name, "*bf16") for name in names if name.endswith("_ptr")}
         own |= {"eps": "fp32"} if "eps" in names else {}
         assert compile_kernel(kernel, own, constants, is_aligned=True)
+
+
+@pytest.mark.parametrize(
+    ("tokens", "rank", "n_rows", "gate"),
+    [(1, 16, 6144, ""), (64, 16, 24576, "silu"), (64, 48, 4096, ""), (4096, 64, 6144, ""), (2, 16, 1, "")],
+)
+def test_adapters_compile(tokens: int, rank: int, n_rows: int, gate: str):
+    """Weights and results move 16 bytes at a time; a projection of one output is of one in every launch."""
+    n_out, kind = n_rows // (2 if gate else 1), dict.fromkeys(("x_ptr", "a_ptr"), "*bf16")
+    options = adapters.launch_options(tokens, 8, 2 * rank, 4096, rank, n_out, torch.bfloat16)
+    names = ("num_warps", "num_stages")
+    shrink, expand = ({name: value for name, value in each.items() if name not in names} for each in options)
+    launch = [{name: each[name] for name in names if name in each} for each in options]
+    shrink, expand = shrink | {"PDL": tokens <= 64}, expand | {"PDL": tokens <= 64}
+    kind |= {"slots_ptr": "*i32", "sums_ptr": "*fp32", "tokens": "i32"}
+    ptx = compile_kernel(adapters._shrink, kind, shrink, "ptx", True, **launch[0])
+    assert set(re.findall(r"cp\.async\.c[ag]\.\S+ \[.*?\], \[.*?\], (0x\w+|\d+)", ptx)) == {"0x10"}
+    kind |= dict.fromkeys(("y_ptr", "out_ptr", "shift_ptr", "b_ptr"), "*bf16") | {"tiles_ptr": "*i32"}
+    expand |= {"ALIGNMENT": math.gcd(n_rows, 16), "GATE": gate} | ({"n_rows": 1} if n_rows == 1 else {})
+    ptx = compile_kernel(adapters._expand, kind, expand, "ptx", True, **launch[1])
+    assert n_rows == 1 or (".global.b16" not in ptx and "st.global.v4" in ptx)

@@ -13,6 +13,7 @@ from unittest.mock import patch
 
 import numpy as np
 
+from minisgl.checkpoint.adapter import adapters_of
 from minisgl.checkpoint.hf import resolve_model
 from minisgl.core.errors import ConfigError, MinisglError
 from minisgl.core.layout import NO_PROPOSALS, PROPOSAL, PROPOSED
@@ -98,6 +99,8 @@ def start_engine(args: OfflineArgs, options: dict[str, Any]) -> tuple[LLM, list[
     folder = resolve_model(options.get("model", ""), source, weights=False, revision=options.get("revision"))
     limits = model_limits(folder, options.get("max_seq_len"))
     workloads = make_workloads(args, limits.vocab_size)
+    if not args.adapters_unused and (adapters := adapters_of(options.get("lora"))):
+        workloads = [workload.with_adapters(adapters) for workload in workloads]
     for workload in workloads:
         if workload.longest > limits.max_model_len:
             raise ConfigError(
@@ -204,7 +207,7 @@ def complete(llm: LLM, workload: Workload, temperature: float) -> list[Completio
     llm.scheduler.handle(FlushCacheMsg())
     requests = workload.requests
     params = [
-        SamplingParams(temperature=temperature, ignore_eos=True, max_tokens=r.output_len, seed=i)
+        SamplingParams(temperature=temperature, ignore_eos=True, max_tokens=r.output_len, seed=i, adapter=r.adapter)
         for i, r in enumerate(requests)
     ]
     completions = llm.generate([r.prompt for r in requests], params)
