@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Iterable
 from hashlib import blake2b
 from pathlib import Path
 from typing import Any, Final
@@ -25,6 +26,15 @@ def adapters_of(asked: str | None) -> list[Adapter]:
         if not folders:
             raise ConfigError(f"--lora {part} is not NAME=PATH, and no folder in it has {CONFIG}")
         found += [make_adapter(folder.name, folder) for folder in folders]
+    return found
+
+
+def by_name(adapters: Iterable[Adapter]) -> dict[str, Adapter]:
+    """Return `adapters` by name. Raises `ConfigError` if two have the same."""
+    found: dict[str, Adapter] = {}
+    for adapter in adapters:
+        if found.setdefault(adapter.name, adapter) is not adapter:
+            raise ConfigError(f"--lora has two adapters {adapter.name!r}: name one of them, as NAME=PATH")
     return found
 
 

@@ -57,6 +57,7 @@ class Option:
     words     other engines' words for a value -> our value
     switches  other engines' flags that set this option -> what each value of such a flag means here
     form      list or dict: values of this type are accepted, too, and stored as text with commas, or as JSON
+    is_named  whether an element of the list is NAME=PATH, and may be an object
     """
 
     name: str
@@ -70,6 +71,7 @@ class Option:
     words: Mapping[Any, Any] = field(default_factory=dict)
     switches: Mapping[str, Mapping[Any, Any]] = field(default_factory=dict)
     form: type | None = None
+    is_named: bool = False
     above: float | None = None
     minimum: float | None = None
     maximum: float | None = None
@@ -93,8 +95,12 @@ class Option:
 
     def _parse(self, value: Any, is_text: bool) -> Any:
         """Convert text to the option's type, and a list or an object to text. Raises `ValueError`."""
+        if self.is_named and (isinstance(value, dict) or (isinstance(value, str) and value.startswith("{"))):
+            value = json.loads(f"[{value}]") if isinstance(value, str) else [value]
         if self.form is list and isinstance(value, str) and value.startswith("["):
             value = json.loads(value)
+        if self.is_named and isinstance(value, list | tuple):
+            value = [text for one in value for text in (_named(one) if isinstance(one, dict) else [one])]
         if self.form is list and isinstance(value, list | tuple):
             return ",".join(map(str, value))
         if self.form is dict and isinstance(value, dict):
@@ -129,6 +135,14 @@ class Option:
         if violated:
             raise ConfigError(f"{given} must be {' and '.join(violated)}")
         return value
+
+
+def _named(element: dict[str, Any]) -> list[str]:
+    """Return {name: path}, or an object with `name` and `path` (vLLM's) or `lora_` before them (SGLang's)."""
+    for prefix in ("", "lora_"):
+        if {f"{prefix}name", f"{prefix}path"} <= element.keys():
+            element = {element[f"{prefix}name"]: element[f"{prefix}path"]}
+    return [f"{name}={path}" for name, path in element.items()]
 
 
 def _is_choice(value: Any, choice: str | int) -> bool:
@@ -283,6 +297,7 @@ class EngineConfig(Settings):
         "separated by commas",
         aliases=("lora_modules", "lora_paths"),
         form=list,
+        is_named=True,
     )
     lora_dynamic: str | None = option(
         None,
