@@ -1,57 +1,279 @@
-"""Adapters on the disk, in PEFT's layout: what is known of them before their weights are read. No torch."""
+"""Adapters on the disk, in PEFT's layout: what is known of them before their weights are read. No torch.
+
+The reference of fields and names is PEFT 0.21 (`LoraConfig`, `get_pattern_key`, `check_target_module_exists`). Whoever
+writes these files may be less trusted than whoever serves them: nothing here runs code of a file, allocates what only a
+header claims, or searches with a regular expression that could take long.
+"""
 
 from __future__ import annotations
 
 import json
-from collections.abc import Iterable
+import math
+import re
+from collections.abc import Iterator
+from contextlib import contextmanager
 from hashlib import blake2b
 from pathlib import Path
-from typing import Any, Final
+from typing import Annotated, BinaryIO, Final, TypeVar
 
+import msgspec
+
+from minisgl.checkpoint.hf import add_pieces, read_json
 from minisgl.core.errors import ConfigError
 from minisgl.core.params import Adapter
 
 CONFIG: Final = "adapter_config.json"
+WEIGHTS: Final = "adapter_model.safetensors"
+PICKLE: Final = "adapter_model.bin"
+MAX_CONFIG_BYTES: Final = 4 << 20
+MAX_HEADER_BYTES: Final = 32 << 20
+MAX_RANK: Final = 1024  # as of --max-lora-rank
+MAX_REPEATS: Final = 3  # in a pattern: the time of a search grows with the length of a name to this power
+NAME: Final = re.compile(r"[^\s,:=]{1,200}")
+MERGED: Final = "merge it into the base with PEFT's merge_and_unload, and serve that model"
+INITS: Final = (True, False, None, "gaussian", "eva", "orthogonal", "mica")
+# Fields without which a trained adapter computes the same. A `bias` shows in the file's tensors.
+HARMLESS: Final = re.compile(
+    "auto_mapping|base_model_name_or_path|bias|(corda|eva|loftq|lora_ga|runtime|velora)_config|inference_mode|"
+    "lora_(dropout|dtype)|lorap_(emb_lr|lr_ratio)|megatron_core|peft_version|qalora_group_size|revision|task_type"
+)
+# Fields that make it something else than what `LoraConfig` describes -> what, and the way forward.
+REFUSED: Final = {
+    "use_dora": f"DoRA also scales what the base computes, which adapters share: {MERGED}",
+    "kasa_config": f"KaSA changes the base's weights, which adapters share: {MERGED}",
+    "layer_replication": f"it adds layers to the base: {MERGED}",
+    "modules_to_save": f"it replaces whole modules of the base: {MERGED}",
+    "trainable_token_indices": f"it replaces embeddings of tokens: {MERGED}",
+    "ensure_weight_tying": f"it changes embeddings: {MERGED}",
+    "target_parameters": f"experts cannot be changed by an adapter here: {MERGED}",
+    "fan_in_fan_out": "its matrices are transposed, as for GPT-2's layers, which no model here has",
+    "alora_invocation_tokens": "activated LoRA (aLoRA), which begins at some token, is not supported",
+    "use_qalora": "QA-LoRA, which averages groups of inputs, is not supported",
+    "use_bdlora": "block-diagonal LoRA is not supported",
+    "arrow_config": "a mixture of adapters (Arrow) is not supported",
+    "monteclora_config": "MonteCLoRA, which samples its weights, is not supported",
+    "megatron_config": "adapters of Megatron's parallel layers are not supported; convert it to PEFT's plain LoRA",
+}
+
+Rank = Annotated[int, msgspec.Meta(ge=1, le=MAX_RANK)]
+Number = TypeVar("Number", int, float)
+
+
+class LoraConfig(msgspec.Struct, frozen=True):
+    """The fields of adapter_config.json that change what an adapter computes, with PEFT's defaults.
+
+    Patterns map regular expressions, which match the end of PEFT's name of a module, to values for these modules.
+    """
+
+    r: Rank = 8
+    lora_alpha: float = 8
+    use_rslora: bool | None = False
+    lora_bias: bool | None = False
+    rank_pattern: dict[str, Rank] | None = None
+    alpha_pattern: dict[str, float] | None = None
+    target_modules: str | list[str] | None = None
+    exclude_modules: str | list[str] | None = None
+    layers_to_transform: int | list[int] | None = None
+    layers_pattern: str | list[str] | None = None
+
+    @property
+    def largest_rank(self) -> int:
+        """The rank of a slot that the adapter needs: a bias takes one."""
+        return max(self.r, *(self.rank_pattern or {}).values(), 0) + bool(self.lora_bias)
+
+    def rank_of(self, module: str) -> int:
+        """Return the rank for a module, by PEFT's name."""
+        return _matched(self.rank_pattern or {}, module, self.r)
+
+    def scale_of(self, module: str) -> float:
+        """Return what multiplies the product for a module: with rank stabilisation, see arXiv:2312.03732."""
+        rank, alpha = self.rank_of(module), _matched(self.alpha_pattern or {}, module, self.lora_alpha)
+        return alpha / (math.sqrt(rank) if self.use_rslora else rank)
+
+    def targets(self, module: str) -> bool | None:
+        """Return whether lists of names include a module; None if the file must tell.
+
+        Of a regular expression and `all-linear`, PEFT stores what it has found.
+        """
+        targets, excluded, layers = self.target_modules, self.exclude_modules or [], self.layers_to_transform
+        if not isinstance(targets, list) or isinstance(excluded, str):
+            return None
+        if _is_listed(module, excluded):
+            return False
+        if module in targets or layers is None or layers == []:
+            return _is_listed(module, targets)
+        index = re.search(r"\.(\d+)\.", module)
+        chosen = [layers] if isinstance(layers, int) else layers
+        return index is not None and int(index[1]) in chosen and _is_listed(module, targets)
+
+
+def _is_listed(module: str, ends: list[str]) -> bool:
+    return any(module == end or module.endswith(f".{end}") for end in ends)
+
+
+def _matched(patterns: dict[str, Number], module: str, default: Number) -> Number:
+    """Return the value of the first pattern that matches a module."""
+    return next((value for key, value in patterns.items() if re.match(rf"(.*\.)?({key})$", module)), default)
+
+
+class Stored(msgspec.Struct, frozen=True):
+    """A tensor of a file: `data_offsets` are its first byte and its end, after the header."""
+
+    dtype: str = ""
+    shape: tuple[Annotated[int, msgspec.Meta(ge=0)], ...] = ()
+    data_offsets: tuple[int, int] = (0, 0)
+
+    @property
+    def bytes(self) -> int:
+        return self.data_offsets[1] - self.data_offsets[0]
 
 
 def adapters_of(asked: str | None) -> list[Adapter]:
-    """Return the adapters of `--lora`: NAME=PATH, or a folder of adapters, separated by commas."""
+    """Return the adapters of `--lora`, separated by commas: NAME=PATH, an adapter's folder, or a folder of such.
+
+    vLLM's objects {"name": ..., "path": ...} may stand for NAME=PATH. Raises `ConfigError` for one that is damaged.
+    """
     found: list[Adapter] = []
-    for part in asked.split(",") if asked else []:
+    for part in _parts(asked or ""):
         name, is_named, path = part.partition("=")
         if is_named:
             found.append(make_adapter(name, Path(path)))
             continue
-        folders = sorted(file.parent for file in Path(part).glob(f"*/{CONFIG}"))
+        folder = Path(part).expanduser().absolute()
+        is_one = (folder / CONFIG).exists()
+        folders = [folder] if is_one else sorted(file.parent for file in folder.glob(f"*/{CONFIG}"))
         if not folders:
-            raise ConfigError(f"--lora {part} is not NAME=PATH, and no folder in it has {CONFIG}")
+            raise ConfigError(f"--lora {part} is not NAME=PATH, and neither it nor a folder in it has {CONFIG}")
         found += [make_adapter(folder.name, folder) for folder in folders]
+    names = [adapter.name for adapter in found]
+    if repeated := {name for name in names if names.count(name) > 1}:
+        raise ConfigError(f"--lora has several adapters named {min(repeated)}; give each a name: NAME=PATH")
     return found
 
 
-def by_name(adapters: Iterable[Adapter]) -> dict[str, Adapter]:
-    """Return `adapters` by name. Raises `ConfigError` if two have the same."""
-    found: dict[str, Adapter] = {}
-    for adapter in adapters:
-        if found.setdefault(adapter.name, adapter) is not adapter:
-            raise ConfigError(f"--lora has two adapters {adapter.name!r}: name one of them, as NAME=PATH")
-    return found
+def _parts(asked: str) -> list[str]:
+    if not asked.startswith("{"):
+        return [part for part in map(str.strip, asked.split(",")) if part]
+    try:
+        return [f"{entry['name']}={entry['path']}" for entry in json.loads(f"[{asked}]")]
+    except (ValueError, TypeError, KeyError):
+        raise ConfigError(f'--lora {asked:.80} is not {{"name": NAME, "path": PATH}}; NAME=PATH is shorter') from None
 
 
 def make_adapter(name: str, folder: Path) -> Adapter:
-    """Return the adapter in `folder`. Raises `ConfigError` if it has none."""
+    """Return the adapter in `folder`. Raises `ConfigError` for a kind that cannot be served, and for damaged files."""
+    if NAME.fullmatch(name) is None:
+        raise ConfigError(f"{name!r:.80} cannot name an adapter: names have no spaces, commas, colons or equals signs")
     folder = folder.expanduser().absolute()
-    stats = [(file.name, file.stat().st_size, file.stat().st_mtime_ns) for file in sorted(folder.iterdir())]
-    return Adapter(name, str(folder), blake2b(repr(stats).encode(), digest_size=8).hexdigest())
+    with refusal(folder):
+        read_config(folder)
+        return Adapter(name, str(folder), contents_key(folder))
 
 
-def read_config(folder: Path) -> dict[str, Any]:
-    """Return adapter_config.json. Raises `ConfigError` for a kind of adapter that cannot be served."""
-    config: dict[str, Any] = json.loads((folder / CONFIG).read_text())
+def allowed_folder(root: str, path: str) -> Path:
+    """Return the real folder of an adapter below `root`, to which `path` may be relative.
+
+    Raises `ConfigError` if it, or a file in it that would be read, is elsewhere: symbolic links are followed.
+    """
+    try:
+        top = Path(root).expanduser().resolve()
+        folder = (top / path).resolve()
+        if all(file.resolve().is_relative_to(top) for file in (folder, folder / CONFIG, folder / WEIGHTS)):
+            return folder
+    except (OSError, ValueError, RuntimeError):  # a name that no file can have, links in a circle
+        pass
+    raise ConfigError(f"{path!r:.200} is not below {root}, the only folder from which adapters may be loaded")
+
+
+@contextmanager
+def refusal(folder: Path) -> Iterator[None]:
+    """Name the folder in errors of an adapter."""
+    try:
+        yield
+    except OSError as e:
+        raise ConfigError(f"the adapter in {folder} cannot be read: {e.filename or WEIGHTS}: {e.strerror}") from e
+    except ConfigError as e:
+        raise ConfigError(f"the adapter in {folder} cannot be served: {e}") from e
+
+
+def contents_key(folder: Path) -> str:
+    """Return a digest of the files, which other contents have not: of config, header, and a piece of each tensor.
+
+    It has no times, so that it is the same for the hosts of several ranks, which have copies.
+    """
+    digest = blake2b((folder / CONFIG).read_bytes(), digest_size=8)
+    with open_weights(folder):
+        add_pieces(digest, folder / WEIGHTS)
+    return digest.hexdigest()
+
+
+def read_config(folder: Path) -> LoraConfig:
+    """Read adapter_config.json. Raises `ConfigError` for what changes the result and cannot be served."""
+    path = folder / CONFIG
+    if not path.is_file():
+        raise ConfigError(f"it has no {CONFIG}" if folder.is_dir() else "it is not a folder")
+    if path.stat().st_size > MAX_CONFIG_BYTES:
+        raise ConfigError(f"{CONFIG} has more than {MAX_CONFIG_BYTES >> 20} MB")
+    fields = read_json(path)
+    if (kind := fields.pop("peft_type", None)) != "LORA":
+        raise ConfigError(f"its peft_type is {kind!r:.40}, and only LORA is supported")
+    if (init := fields.pop("init_lora_weights", True)) not in INITS:
+        raise ConfigError(
+            f"init_lora_weights {init!r:.40} changed the base's weights, which adapters share: save it with PEFT's "
+            "path_initial_model_for_weight_conversion, which makes it plain LoRA"
+        )
+    for name, value in fields.items():
+        if value and (why := REFUSED.get(name)):
+            raise ConfigError(f"its {name} is set: {why}")
+        if value and name not in LoraConfig.__struct_fields__ and HARMLESS.fullmatch(name) is None:
+            raise ConfigError(f"the field {name!r:.60} of {CONFIG} is not known, and may change the result")
+    try:
+        config = msgspec.convert(fields, LoraConfig)
+    except (msgspec.ValidationError, OverflowError) as e:
+        raise ConfigError(f"{CONFIG} has a wrong value: {e}") from None
+    if not all(map(math.isfinite, (config.lora_alpha, *(config.alpha_pattern or {}).values()))):
+        raise ConfigError("its lora_alpha is not finite")
+    for pattern in (*(config.rank_pattern or {}), *(config.alpha_pattern or {})):
+        _check_pattern(pattern)
     return config
 
 
-def largest_rank(config: dict[str, Any]) -> int:
-    """Return the rank of a slot that the adapter needs: a bias takes one."""
-    ranks: list[int] = [config["r"], *(config.get("rank_pattern") or {}).values()]
-    return max(ranks) + bool(config.get("lora_bias"))
+def _check_pattern(text: str) -> None:
+    """Raise `ConfigError` unless `text` is a regular expression whose search is short."""
+    try:
+        re.compile(rf"(.*\.)?({text})$")
+    except (re.error, OverflowError, RecursionError):
+        raise ConfigError(f"the pattern {text!r:.60} is not a regular expression") from None
+    if re.search(r"\)[*+{]", text) or len(re.findall(r"(?<!\()[*+?{]", text)) > MAX_REPEATS:
+        raise ConfigError(f"the pattern {text!r:.60} repeats more than {MAX_REPEATS} parts, or a group; list the names")
+
+
+@contextmanager
+def open_weights(folder: Path) -> Iterator[tuple[BinaryIO, bytes, dict[str, Stored]]]:
+    """Open the weights; yield the file, its header, and its tensors, all of which are in the file.
+
+    The file is never mapped: of a mapped file that gets shorter meanwhile, a read ends the process.
+    """
+    path = folder / WEIGHTS
+    if not path.is_file():
+        what = f"only {PICKLE}, a pickle, which may run code: save it as safetensors" if _has(folder, PICKLE) else ""
+        raise ConfigError(f"it has no {WEIGHTS}{what and f', {what}'}")
+    with path.open("rb") as file:
+        rest = path.stat().st_size - 8
+        size = int.from_bytes(file.read(8), "little")
+        if not 0 < size <= min(rest, MAX_HEADER_BYTES):
+            raise ConfigError(f"{WEIGHTS} is not a safetensors file, or is truncated")
+        header = file.read(size)
+        try:
+            tensors = msgspec.json.decode(header, type=dict[str, Stored])
+        except (msgspec.MsgspecError, UnicodeDecodeError, RecursionError) as e:
+            raise ConfigError(f"the header of {WEIGHTS} is damaged: {e}") from None
+        tensors.pop("__metadata__", None)
+        is_inside = all(0 <= t.data_offsets[0] <= t.data_offsets[1] <= rest - size for t in tensors.values())
+        if not is_inside or sum(t.bytes for t in tensors.values()) != rest - size:
+            raise ConfigError(f"{WEIGHTS} is not as long as its header says; is it complete?")
+        yield file, header, tensors
+
+
+def _has(folder: Path, name: str) -> bool:
+    return (folder / name).exists()

@@ -12,7 +12,6 @@ import torch
 
 from minisgl.core.errors import ConfigError
 from minisgl.core.layout import adapter_loads
-from minisgl.core.params import folder_of
 from minisgl.models.adapters import open_adapter
 
 if TYPE_CHECKING:
@@ -57,7 +56,7 @@ class AdapterPool:
             if source in self._hosted:
                 self._hosted.move_to_end(source)
                 return self._hosted[source]
-        adapter = open_adapter(folder_of(source), self._adapted, self.sizes.rank)
+        adapter = open_adapter(source, self._adapted, self.sizes.rank, self.memory.dtype)
         is_pinned = self._device.type == "cuda"
         copy = torch.zeros(1, self.memory.shape[1], dtype=self.memory.dtype, pin_memory=is_pinned)
         for projection, start in zip(self._adapted, self._starts, strict=True):

@@ -9,6 +9,7 @@ import torch
 
 from minisgl.attention.backend import AttentionSpec, MixerSpec
 from minisgl.checkpoint.embedder import Pooling
+from minisgl.core.params import Adapter
 from minisgl.core.rounding import ceil_div
 from minisgl.core.specs import GroupedQuery
 from minisgl.distributed.info import DistributedInfo
@@ -45,6 +46,7 @@ class EngineSpec:
     host_kv: int = 0  # bytes, over all ranks
     disk_kv: tuple[Path, int] | None = None  # a folder, and bytes over all ranks
     adapters: AdapterSizes | None = None
+    first_adapters: tuple[Adapter, ...] = ()  # read at the start
 
     @property
     def pages_per_row(self) -> int:

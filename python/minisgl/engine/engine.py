@@ -231,6 +231,9 @@ def load_parts(spec: EngineSpec, device: Device, group: Group, factory: RunnerFa
     penalties = LogitPenalties(0 if limits.embeds else rows + 1, m.vocab_size, max_biases, device)
     vocab = VocabParallel(comm, m.vocab_size)
     pool = None if spec.adapters is None else AdapterPool(model.adapted, spec.adapters, spec.dtype, device)
+    if pool is not None:
+        for adapter in spec.first_adapters:
+            pool.read(adapter.source)  # one that does not fit the model ends the start
     parts = Parts(device, ops, model, store, mixers, state, penalties, comm, vocab, adapters=pool)
     if spec.drafter is None:
         return parts

@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import Final
 
 from minisgl.checkpoint import hf
+from minisgl.checkpoint.adapter import adapters_of, read_config
 from minisgl.checkpoint.embedder import Embedder, decoder_config, read_embedder
 from minisgl.checkpoint.gguf_folder import gguf_files
 from minisgl.core.errors import ConfigError
@@ -28,6 +29,7 @@ from minisgl.speculative.source import HEAD_FOLDER, DraftSource, has_head, next_
 ITEM_BYTES: Final = {"float32": 4, "bfloat16": 2, "float16": 2}
 QUANTIZATIONS: Final = {"cpu": {"int8": 8, "int4": 4}, "cuda": {"fp8": 8, "int8": 8, "int4": 4}}  # bits per weight
 MAX_THREADS_PER_CORE: Final = 4  # more threads only wait for each other
+DEFAULT_RANK: Final = 16  # of adapters
 GB: Final = 1e9
 
 
@@ -99,12 +101,21 @@ class Footprint:
         weights = matrices(m.num_projections, m.num_expert_weights, m.num_others)
         if config.quantization is not None and device == "cuda" and not m.tie_word_embeddings:
             weights -= m.vocab_size * m.hidden_size * (item - 1)  # the head has 8 bits: `HEAD_FORMAT`
+        weights += config.max_loras * adapter_rank(config) * m.num_adapted * item
         if checkpoint.draft is not None:
             page_bytes[FULL] += _page_bytes(checkpoint.draft.model, config, page_size, item)[FULL]
             d, experts = checkpoint.draft, checkpoint.draft.model.num_expert_weights
             is_layer = bool(d.names)  # which is quantized as the model's are
             weights += matrices(d.num_projections, experts, d.num_others) if is_layer else d.model.num_weights * item
         return cls(weights // config.tp, config.max_running_requests * row, tuple(page_bytes), page_size)
+
+
+def adapter_rank(config: EngineConfig) -> int:
+    """Return the largest rank that an adapter may have, 0 without adapters. Raises `ConfigError` for a bad one."""
+    ranks = [read_config(Path(adapter.folder)).largest_rank for adapter in adapters_of(config.lora)]
+    if not ranks and config.lora_dynamic is None:
+        return 0
+    return config.max_lora_rank or max(DEFAULT_RANK, *ranks)
 
 
 def _page_bytes(model: ModelConfig, config: EngineConfig, page_size: int, item: int) -> list[int]:
@@ -177,6 +188,7 @@ def _check_fallback(checkpoint: Checkpoint, config: EngineConfig) -> None:
         f"--cuda-graph-max-bs {config.cuda_graph_max_bs}": bool(config.cuda_graph_max_bs),
         "an embedding model": checkpoint.embedder is not None,
         "a quantized checkpoint": checkpoint.model.quantization is not None,
+        "adapters": config.lora is not None or config.lora_dynamic is not None,
         "GGUF files": bool(gguf_files(checkpoint.folder)),
     }
     for what, is_refused in refused.items():

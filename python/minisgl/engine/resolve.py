@@ -5,18 +5,17 @@ from __future__ import annotations
 import logging
 from collections.abc import Sequence
 from dataclasses import replace
-from pathlib import Path
 
 import torch
 
 from minisgl.attention.selection import resolve_attention
-from minisgl.checkpoint.adapter import adapters_of, largest_rank, read_config
+from minisgl.checkpoint.adapter import adapters_of
 from minisgl.core import specs
 from minisgl.core.rounding import round_up
 from minisgl.core.specs import GroupedQuery
 from minisgl.distributed.info import ALONE, DistributedInfo
 from minisgl.engine.config import EngineSpec
-from minisgl.engine.fit import Checkpoint, check_settings
+from minisgl.engine.fit import Checkpoint, adapter_rank, check_settings
 from minisgl.engine.runner import MIXERS, RUNNERS, Mixer
 from minisgl.layers.adapters import RANK_STEP, AdapterSizes
 from minisgl.models.weight import has_own_head
@@ -48,16 +47,6 @@ def _drafter(asked: str | None, checkpoint: Checkpoint) -> str | None:
     return None if asked in (None, "off") or checkpoint.embedder is not None else DRAFTERS.choose(asked)
 
 
-def _adapter_sizes(config: EngineConfig) -> AdapterSizes | None:
-    """Return how much room for adapters there is, if any."""
-    adapters = adapters_of(config.lora)
-    if not adapters and config.lora_dynamic is None:
-        return None
-    largest = max((largest_rank(read_config(Path(adapter.folder))) for adapter in adapters), default=RANK_STEP)
-    rank = round_up(config.max_lora_rank or largest, RANK_STEP)
-    return AdapterSizes(config.max_loras, config.max_cpu_loras, rank)
-
-
 def resolve(
     config: EngineConfig, device_type: str, max_step_tokens: int = 8192, info: DistributedInfo = ALONE
 ) -> EngineSpec:
@@ -78,6 +67,7 @@ def resolve(
     if embedder is None:
         template = ChatTemplate.of_folder(checkpoint.folder, config.load_chat_template(), config.template_kwargs)
         ends = EndTokens.of_folder(checkpoint.folder, template).ids
+    rank = round_up(adapter_rank(config), RANK_STEP)
     graph_rows = min(wanted, config.max_running_requests) if has_graphs else 0
     spec = EngineSpec(
         folder=checkpoint.folder,
@@ -103,6 +93,7 @@ def resolve(
         max_queries=1 if drafter is None else 1 + config.num_draft_tokens,
         host_kv=config.host_kv,
         disk_kv=config.disk_tier,
-        adapters=_adapter_sizes(config),
+        adapters=AdapterSizes(config.max_loras, config.max_cpu_loras, rank) if rank else None,
+        first_adapters=tuple(adapters_of(config.lora)),
     )
     return spec if config.dtype != "auto" else RUNNERS.load(device_type).choose_dtype(spec)

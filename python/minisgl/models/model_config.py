@@ -265,6 +265,12 @@ class ModelConfig:
         return features * self.hidden_size + latent
 
     @property
+    def num_adapted(self) -> int:
+        """At least the inputs and outputs of all projections that adapters may change: weights of one with rank 1."""
+        inputs_or_outputs = self.num_projections // self.hidden_size + self.vocab_size
+        return inputs_or_outputs + (4 * self.num_layers + 1) * self.hidden_size
+
+    @property
     def is_large_bfloat16(self) -> bool:
         """Whether a CPU may be faster with the checkpoint's bfloat16 than with float32."""
         return self.dtype == "bfloat16" and self.num_weights >= LARGE

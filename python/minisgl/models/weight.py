@@ -211,14 +211,14 @@ def _check_target_format(parameters: tuple[Parameter, ...], target: Format | Non
     plain = {name: tensor for name, tensor in plain.items() if PROJECTION.search(name)}
     quantized = [p.tensor for p in parameters if isinstance(p.tensor, Quantized)]
     if not quantized:
-        raise ConfigError(f"no matrix can be quantized to {target}: the sizes of {_listed([*plain])} do not divide")
+        raise ConfigError(f"no matrix can be quantized to {target}: the sizes of {listed([*plain])} do not divide")
     if plain:
         reason = "stay in 16 or 32 bits (their sizes do not divide)"
         saved = sum(tensor.nbytes - tensor.numel() for tensor in plain.values())  # by 8 bits
         added = sum(matrix.data.nbytes for matrix in quantized if matrix.format.bits == 4)  # to the others
         if target.bits == 4 and saved > added and all(w.shape[-1] % INT8.columns == 0 for w in plain.values()):
             reason += f"; --quantization int8 has {(saved - added) / 1e6:,.1f} MB less, and is faster here"
-        _log.warning("%d matrices %s: %s", len(plain), reason, _listed([*plain]))
+        _log.warning("%d matrices %s: %s", len(plain), reason, listed([*plain]))
 
 
 def open_checkpoint(
@@ -230,13 +230,18 @@ def open_checkpoint(
     """
     stored: dict[str, Stored] = {}
     for name, tensor in open_all(files, stack).items():
-        full = ".".join(part for part in name.split(".") if not WRAPPER.fullmatch(part))
-        full = f"model.{full}" if IN_MODEL.match(full) else full
+        full = full_name(name)
         if full in stored:
             raise ConfigError(f"tensor {full} is in {tensor.path.parent} under two names, one of which is {name}")
         stored[full] = tensor
     stored = stored if flags is None else unpacked(stored, flags)
     return stored if quantization is None else dequantized(stored, quantization)
+
+
+def full_name(name: str) -> str:
+    """Return a checkpoint's name of a tensor or module as this package has it: without wrappers."""
+    full = ".".join(part for part in name.split(".") if not WRAPPER.fullmatch(part))
+    return f"model.{full}" if IN_MODEL.match(full) else full
 
 
 def text_part(stored: dict[str, Stored], *, logs: bool = True) -> dict[str, Stored]:
@@ -269,9 +274,7 @@ def fill(
     extra = _check(wanted, stored, ignored, folder)
     if extra and logs:
         kinds = {re.sub(r"\.\d+\.", ".*.", name) for name in extra}
-        _log.warning(
-            "ignored tensors without which the model computes the same (%d): %s", len(extra), _listed([*kinds])
-        )
+        _log.warning("ignored tensors without which the model computes the same (%d): %s", len(extra), listed([*kinds]))
     order = {name: index for index, name in enumerate(stored)}
     wanted.sort(key=lambda w: order[w[1].name])
     pieces = list(chain.from_iterable(_cut(*w, stored[w[1].name]) for w in wanted))
@@ -320,7 +323,7 @@ def _check(
     unused = tuple(layer for layer in layers if not any(name.startswith(layer) for name in names))
     unexpected = [n for n, t in extra.items() if not (n.startswith(unused) or _is_harmless(n, t))]
     if missing or unexpected:
-        parts = [f"{word} {_listed(names)}" for word, names in (("lacks", missing), ("has also", unexpected)) if names]
+        parts = [f"{word} {listed(names)}" for word, names in (("lacks", missing), ("has also", unexpected)) if names]
         reasons = [f"; {why}" for pattern, why in HARMFUL.items() if any(re.search(pattern, n) for n in unexpected)]
         raise ConfigError(
             f"the checkpoint in {folder} does not fit its config.json: it {' and '.join(parts)}{''.join(reasons)}"
@@ -478,7 +481,7 @@ def fill_dummy(parameters: tuple[Parameter, ...], rounding: Rounding = rounded) 
                 target.part(rows.start, rows.stop).round_from(whole[source.slices], rounding)
 
 
-def _listed(names: list[str]) -> str:
+def listed(names: list[str]) -> str:
     """Return the first NAMES_SHOWN names, sorted, and the number of the others."""
     more = f" and {len(names) - NAMES_SHOWN} more" if len(names) > NAMES_SHOWN else ""
     return ", ".join(sorted(names)[:NAMES_SHOWN]) + more

@@ -134,7 +134,7 @@ class _SetOption(argparse.Action):
 def _joined(words: list[str], flag: str) -> str:
     """Join the words after a flag that takes several. Raises `ConfigError` for a word that is probably the model."""
     for word in words[1:]:
-        if not re.match(r"[^/]+=|{", word) and ("/" in word or Path(word).is_dir()):
+        if ("/" in word and "=" not in word) or Path(word).is_dir():
             raise ConfigError(f"{flag} takes all words after it: put MODEL {word} first, or join names with commas")
     return ",".join(words)
 
