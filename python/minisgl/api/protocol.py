@@ -537,7 +537,7 @@ class ModelCard(msgspec.Struct, frozen=True, kw_only=True, tag_field="object", t
 
 
 class LoadAdapterRequest(msgspec.Struct, frozen=True, kw_only=True):
-    """POST /v1/load_lora_adapter and SGLang's /load_lora_adapter"""
+    """POST /v1/load_lora_adapter"""
 
     lora_name: str
     lora_path: str
@@ -545,16 +545,15 @@ class LoadAdapterRequest(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class UnloadAdapterRequest(msgspec.Struct, frozen=True, kw_only=True):
-    """POST /v1/unload_lora_adapter and SGLang's /unload_lora_adapter"""
+    """POST /v1/unload_lora_adapter"""
 
     lora_name: str
 
 
 class AdaptersResponse(msgspec.Struct, frozen=True, kw_only=True):
-    """SGLang's answer: whether the change was made, or why not, and the folders of all adapters by name."""
+    """SGLang's answer to a change: the folders of all adapters by name."""
 
     success: bool
-    error_message: str | None = None
     loaded_adapters: dict[str, str]
 
 

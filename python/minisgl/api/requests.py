@@ -15,15 +15,7 @@ from minisgl.api.structured import json_text, requested_grammar
 from minisgl.checkpoint.embedder import Embedder
 from minisgl.core.errors import RequestError, unsupported
 from minisgl.core.message import TokenizeMsg, UserReply, ids_to_bytes
-from minisgl.core.params import (
-    MAX_LOGPROBS,
-    NUMBERS,
-    Adapter,
-    Limits,
-    SamplingParams,
-    choice_params,
-    validate_sampling,
-)
+from minisgl.core.params import MAX_LOGPROBS, NUMBERS, Adapter, Limits, SamplingParams, choice_params, validate_sampling
 
 logger = logging.getLogger(__name__)
 

@@ -22,7 +22,7 @@ import msgspec
 
 import minisgl
 from minisgl.checkpoint import hf
-from minisgl.checkpoint.adapter import adapters_of, by_name
+from minisgl.checkpoint.adapter import adapters_of
 from minisgl.checkpoint.embedder import read_embedder
 from minisgl.core.errors import ConfigError, StartupError
 from minisgl.core.params import Adapter, Limits
@@ -165,13 +165,13 @@ def check_model(args: ServerArgs) -> Checked:
 
 
 def _adapters(args: ServerArgs, model: str) -> dict[str, Adapter]:
-    """Return the adapters of `--lora` by name. Raises `ConfigError` for a name that is not one adapter's."""
+    """Return the adapters of `--lora` by name. Raises `ConfigError` for the name of the base."""
     engine = args.scheduler.engine
     if engine.lora_dynamic is not None and not Path(engine.lora_dynamic).expanduser().is_dir():
         raise ConfigError(f"--lora-dynamic {engine.lora_dynamic} is not a folder")
-    adapters = by_name(adapters_of(engine.lora))
+    adapters = {adapter.name: adapter for adapter in adapters_of(engine.lora)}
     if taken := adapters.keys() & {model, *split_list(args.served_model_name)}:
-        raise ConfigError(f"--lora {min(taken)}: the model has this name; give the adapter another: NAME=PATH")
+        raise ConfigError(f"--lora {min(taken)}: the model has this name; give the adapter another, as NAME=PATH")
     return adapters
 
 

@@ -23,7 +23,7 @@ from minisgl.api import requests as api
 from minisgl.api.fields import read_body, unread_kwargs
 from minisgl.api.protocol import ChatCompletionRequest
 from minisgl.api.structured import json_text
-from minisgl.checkpoint.adapter import adapters_of, by_name
+from minisgl.checkpoint.adapter import adapters_of
 from minisgl.checkpoint.embedder import read_embedder
 from minisgl.checkpoint.hf import model_name, resolve_model
 from minisgl.core.errors import ConfigError, InvariantError, RequestError, did_you_mean
@@ -91,7 +91,7 @@ class LLM:
     def _start(self, given: Mapping[str, Any]) -> None:
         config = build_config(SchedulerConfig, {**BATCH, **given})
         engine = config.engine
-        self.adapters = by_name(adapters_of(engine.lora))
+        self.adapters = {adapter.name: adapter for adapter in adapters_of(engine.lora)}
         folder = resolve_model(engine.model, engine.download_source, weights=False, revision=engine.revision)
         template = ChatTemplate.of_folder(folder, engine.load_chat_template(), engine.template_kwargs)
         self.tokenizer = TokenizeManager(folder, model_limits(folder, engine.max_seq_len), template)
@@ -224,13 +224,13 @@ class LLM:
         names = [lora] * len(messages) if lora is None or isinstance(lora, str) else [*lora]
         if len(names) != len(messages):
             raise RequestError(f"lora has {len(names)} names for {len(messages)} prompts", param="lora")
-        if unknown := [name for name in names if name is not None and name not in self.adapters]:
-            known = ", ".join(map(repr, self.adapters)) or "no adapters"
-            message = f"lora={unknown[0]!r:.100} is not an adapter of this LLM, which has {known}"
+        if unknown := {*names} - self.adapters.keys() - {None}:
+            message = (
+                f"lora={min(unknown)!r} is not an adapter of this LLM: {', '.join(self.adapters) or 'it has none'}"
+            )
             raise RequestError(message, param="lora", code="model_not_found")
-        adapters = (None if name is None else self.adapters[name] for name in names)
-        pairs = zip(messages, adapters, strict=True)
-        return [msgspec.structs.replace(m, sampling_params=SamplingParams(adapter=a)) for m, a in pairs]
+        params = (SamplingParams(adapter=None if name is None else self.adapters[name]) for name in names)
+        return [msgspec.structs.replace(m, sampling_params=p) for m, p in zip(messages, params, strict=True)]
 
     def get_tokenizer(self) -> TextTokenizer:
         """The model's tokenizer and chat template."""
@@ -247,10 +247,8 @@ class LLM:
         if len(params) != len(messages):
             error = f"there are {len(params)} sampling_params for {len(messages)} prompts: give one, or one for each"
             raise RequestError(error, param="sampling_params")
-        params = [
-            p if (adapter := m.sampling_params.adapter) is None else msgspec.structs.replace(p, adapter=adapter)
-            for m, p in zip(messages, params, strict=True)
-        ]
+        adapters = (m.sampling_params.adapter for m in messages)
+        params = [msgspec.structs.replace(p, adapter=a or p.adapter) for p, a in zip(params, adapters, strict=True)]
         for p in params:
             validate_sampling(p, self.tokenizer.limits)
         requests = []

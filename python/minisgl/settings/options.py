@@ -57,7 +57,7 @@ class Option:
     words     other engines' words for a value -> our value
     switches  other engines' flags that set this option -> what each value of such a flag means here
     form      list or dict: values of this type are accepted, too, and stored as text with commas, or as JSON
-    is_named  whether an element of the list is NAME=PATH, and may be an object
+    is_named  whether the elements of the list are NAME=PATH, so that an object may have them
     """
 
     name: str
@@ -95,14 +95,12 @@ class Option:
 
     def _parse(self, value: Any, is_text: bool) -> Any:
         """Convert text to the option's type, and a list or an object to text. Raises `ValueError`."""
-        if self.is_named and (isinstance(value, dict) or (isinstance(value, str) and value.startswith("{"))):
-            value = json.loads(f"[{value}]") if isinstance(value, str) else [value]
+        if self.is_named and isinstance(value, dict):
+            value = [f"{name}={path}" for name, path in value.items()]
         if self.form is list and isinstance(value, str) and value.startswith("["):
             value = json.loads(value)
-        if self.is_named and isinstance(value, list | tuple):
-            value = [text for one in value for text in (_named(one) if isinstance(one, dict) else [one])]
         if self.form is list and isinstance(value, list | tuple):
-            return ",".join(map(str, value))
+            return ",".join(json.dumps(one) if isinstance(one, dict) else str(one) for one in value)
         if self.form is dict and isinstance(value, dict):
             return json.dumps(value)
         if isinstance(value, str) and "," in value:
@@ -135,14 +133,6 @@ class Option:
         if violated:
             raise ConfigError(f"{given} must be {' and '.join(violated)}")
         return value
-
-
-def _named(element: dict[str, Any]) -> list[str]:
-    """Return {name: path}, or an object with `name` and `path` (vLLM's) or `lora_` before them (SGLang's)."""
-    for prefix in ("", "lora_"):
-        if {f"{prefix}name", f"{prefix}path"} <= element.keys():
-            element = {element[f"{prefix}name"]: element[f"{prefix}path"]}
-    return [f"{name}={path}" for name, path in element.items()]
 
 
 def _is_choice(value: Any, choice: str | int) -> bool:

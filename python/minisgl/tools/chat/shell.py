@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import signal
 import sys
@@ -95,15 +96,14 @@ class Shell:
 
     def completions(self) -> list[str]:
         """The texts that Tab completes."""
-        try:
-            adapters = ["off", *self._adapters()]
-        except (ServerError, OSError):
-            adapters = []
-        values = {"/params": [f"{name}=" for name in FIELDS], "/lora": adapters}
-        return [*self._commands, *LEAVE, *(f"{command} {text}" for command, texts in values.items() for text in texts)]
+        adapters = (f"/lora {name}" for name in ("off", *self._adapters()))
+        return [*self._commands, *LEAVE, *(f"/params {name}=" for name in FIELDS), *adapters]
 
     def _adapters(self) -> list[str]:
-        return [model["id"] for model in self._client.get("/v1/models")["data"] if model.get("parent")]
+        """The names of the server's adapters; none if it does not list them."""
+        with contextlib.suppress(ServerError, OSError):
+            return [model["id"] for model in self._client.get("/v1/models")["data"] if model.get("parent")]
+        return []
 
     def run(self, read_line: LineReader) -> None:
         """Read messages and print answers, until the input ends or /quit."""
