@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
@@ -15,9 +16,12 @@ import torch
 from safetensors.torch import save_file
 
 from e2e.harness import ServerProcess, eventually
+from e2e.test_openapi import run_samples
 from minisgl import LLM, SamplingParams
 from minisgl.checkpoint.hf import BUILTIN_MODEL
 from minisgl.core.errors import ConfigError, RequestError
+from minisgl.tools.chat.client import ChatClient
+from minisgl.tools.chat.shell import Shell
 
 FLAGS = ("--attn", "reference")  # the C++ step does not compute adapters yet
 PROMPT = "Once upon a time there was"
@@ -59,6 +63,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     make_adapter(top / "later" / "nan", 9, value=float("nan"))
     make_adapter(top / "later" / "narrow", 9, width=-8)
     (top / "later" / "out").symlink_to(top / "a")
+    (top / "later" / "poems-v2").symlink_to(top / "later" / "c")
     (top / "later" / "links").mkdir()
     for file in (top / "a").iterdir():
         (top / "later" / "links" / file.name).symlink_to(file)
@@ -181,6 +186,25 @@ def test_what_cannot_be_served_is_not_loaded(
     assert response.status_code == status, response.text
     assert any(part in response.json()["error"]["message"] for part in message.split("|")), response.text
     assert http.get("/v1/models").json() == before
+
+
+def test_samples_run(server: ServerProcess, http: httpx.Client) -> None:
+    paths = http.get("/openapi.json").json()["paths"]
+    for name in ("load_lora_adapter", "unload_lora_adapter"):
+        (sample,) = paths[f"/v1/{name}"]["post"]["x-codeSamples"]
+        source = sample["source"].replace("curl ", f"curl -H 'Authorization: Bearer {KEY}' ")
+        assert run_samples(server.url, {"x-codeSamples": [sample | {"source": source}]})[0].startswith("Success: ")
+
+
+def test_the_chat_in_a_terminal_chooses(server: ServerProcess, capsys: pytest.CaptureFixture[str]) -> None:
+    shell = Shell(ChatClient(server.url, KEY), {"temperature": 0, "max_tokens": 8})
+    assert {"/lora a", "/lora off"} <= {*shell.completions()}
+    lines = iter(["/lora c", "Hello!", "/lora a", "/reset", "Hello!", "/lora off", "/reset", "Hello!", "/quit"])
+    shell.run(lambda _: next(lines))
+    out, err = capsys.readouterr()
+    assert "there is no adapter 'c'" in err and "* a\n  b\n" in out
+    base, adapted, again = re.sub(r"(?m)^([* ] \w|\(.*\))\n", "", out).splitlines()
+    assert base == again != adapted
 
 
 def test_changes_need_the_key(server: ServerProcess) -> None:

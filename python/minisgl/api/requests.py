@@ -105,9 +105,9 @@ class ServedModel:
         """
         if asked in names:
             return ChosenModel(self.name)
-        for adapter in (asked, *(asked.removeprefix(f"{name}:") for name in names if asked.startswith(f"{name}:"))):
-            if (served := self.adapters.get(adapter)) is not None:
-                return ChosenModel(asked, served)
+        adapter = next((asked.removeprefix(f"{name}:") for name in names if asked.startswith(f"{name}:")), asked)
+        if (served := self.adapters.get(adapter)) is not None:
+            return ChosenModel(asked, served)
         known = [repr(name) for name in (self.name, *self.adapters)]
         more = f" and {len(known) - MAX_NAMES} others: see /v1/models" if len(known) > MAX_NAMES else ""
         message = f"model {asked[:100]!r} is not served here, only {', '.join(known[:MAX_NAMES])}{more}"

@@ -224,10 +224,8 @@ class LLM:
         names = [lora] * len(messages) if lora is None or isinstance(lora, str) else [*lora]
         if len(names) != len(messages):
             raise RequestError(f"lora has {len(names)} names for {len(messages)} prompts", param="lora")
-        if unknown := {*names} - self.adapters.keys() - {None}:
-            message = (
-                f"lora={min(unknown)!r} is not an adapter of this LLM: {', '.join(self.adapters) or 'it has none'}"
-            )
+        for name in {*names} - self.adapters.keys() - {None}:
+            message = f"lora={name!r} is not an adapter of this LLM: {', '.join(self.adapters) or 'it has none'}"
             raise RequestError(message, param="lora", code="model_not_found")
         params = (SamplingParams(adapter=None if name is None else self.adapters[name]) for name in names)
         return [msgspec.structs.replace(m, sampling_params=p) for m, p in zip(messages, params, strict=True)]
