@@ -14,6 +14,7 @@ from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Histo
 from prometheus_client.exposition import choose_encoder
 from prometheus_client.registry import Collector
 
+from minisgl.api.requests import ServedAdapter
 from minisgl.api.router import Replica, Router
 from minisgl.core.message import StatsMsg
 from minisgl.core.plan import FinishReason
@@ -55,6 +56,10 @@ _REPLICA_METRICS: Final[dict[str, tuple[str, Callable[[Replica], int]]]] = {
 }
 
 
+# Fields of `ServedAdapter`. An adapter that is unloaded takes its sums with it.
+_OF_ADAPTERS: Final = ("requests", "prompt_tokens", "generation_tokens")
+
+
 Kind = type[GaugeMetricFamily] | type[CounterMetricFamily]
 
 
@@ -91,7 +96,8 @@ class _Families(Collector):
 class Metrics:
     """The metrics of the API process, the text of `/metrics`, and the throughput line of the log."""
 
-    def __init__(self, model: str) -> None:
+    def __init__(self, model: str, adapters: Mapping[str, ServedAdapter] | None = None) -> None:
+        """`adapters` are those that are served whenever the metrics are read."""
         self.time_to_first_token = Histogram("time_to_first_token_seconds", "Arrival to first token", _TTFT_BUCKETS)
         self.inter_token_latency = Histogram("inter_token_latency_seconds", "Between two tokens", _ITL_BUCKETS)
         self.queue_time = Histogram("request_queue_time_seconds", "Acceptance to first planning", _QUEUE_BUCKETS)
@@ -99,6 +105,7 @@ class Metrics:
         self._process = ProcessCollector(registry=None)
         self._ends = dict.fromkeys(FinishReason, 0)
         self._model = model
+        self._adapters = adapters or {}
         self._logged = StatsMsg()
         self._logged_at = time.monotonic()
 
@@ -162,6 +169,10 @@ class Metrics:
             yield self._family(GaugeMetricFamily, name, help, {i: of(r) for i, r in replicas.items()}, "replica")
         for name, (kind, help) in _TIER_METRICS.items():
             yield self._family(kind, "kv_tier_" + name, help, {t.name: getattr(t, name) for t in stats.tiers}, "tier")
+        for name in _OF_ADAPTERS:
+            sums = {adapter: getattr(served, name) for adapter, served in self._adapters.items()}
+            help = f"The sum of {name} over the requests to an adapter that have ended"
+            yield self._family(CounterMetricFamily, "lora_" + name, help, sums, "adapter")
         while_running = (self.time_to_first_token, self.inter_token_latency, self.queue_time)
         for histogram in (*while_running, *self._of_ended.values()):
             yield histogram.family(self._model)

@@ -44,6 +44,10 @@ class AdapterPool:
         self._lock = threading.Lock()
         self._loading: list[Copying] = []
 
+    def describe(self) -> str:
+        """Return the size of the slots, for the banner and /server_info."""
+        return f"{self.sizes.slots} slots of rank {self.sizes.rank}, {self.memory.nbytes / 2**30:.2f} GiB"
+
     def read(self, source: str) -> Tensor:
         """Return an adapter (`params.Adapter.source`) in host memory [1, elements of a slot]; read it if it is not.
 

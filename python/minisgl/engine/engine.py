@@ -201,6 +201,7 @@ class Engine:
             "kv_tokens": self.blocks.ids(FULL) * self.page_size,
             "kv_bytes": self.memory.kv_bytes,
             "memory": self.memory.describe(),
+            "adapters": "none" if (pool := self.parts.adapters) is None else pool.describe(),
             "max_model_len": spec.max_seq_len,
             "max_running_requests": spec.max_running_requests,
         }

@@ -116,7 +116,7 @@ def adapter_rank(config: EngineConfig) -> int:
     ranks = [read_config(Path(adapter.folder)).largest_rank for adapter in adapters_of(config.lora)]
     if not ranks and config.lora_dynamic is None:
         return 0
-    return config.max_lora_rank or max(DEFAULT_RANK, *ranks)
+    return config.max_lora_rank or max((DEFAULT_RANK, *ranks))
 
 
 def _page_bytes(model: ModelConfig, config: EngineConfig, page_size: int, item: int) -> list[int]:

@@ -57,6 +57,7 @@ class Option:
     words     other engines' words for a value -> our value
     switches  other engines' flags that set this option -> what each value of such a flag means here
     form      list or dict: values of this type are accepted, too, and stored as text with commas, or as JSON
+    is_named  whether the elements of the list are NAME=PATH, so that an object may have them
     """
 
     name: str
@@ -70,6 +71,7 @@ class Option:
     words: Mapping[Any, Any] = field(default_factory=dict)
     switches: Mapping[str, Mapping[Any, Any]] = field(default_factory=dict)
     form: type | None = None
+    is_named: bool = False
     above: float | None = None
     minimum: float | None = None
     maximum: float | None = None
@@ -93,10 +95,12 @@ class Option:
 
     def _parse(self, value: Any, is_text: bool) -> Any:
         """Convert text to the option's type, and a list or an object to text. Raises `ValueError`."""
+        if self.is_named and isinstance(value, dict):
+            value = [f"{name}={path}" for name, path in value.items()]
         if self.form is list and isinstance(value, str) and value.startswith("["):
             value = json.loads(value)
         if self.form is list and isinstance(value, list | tuple):
-            return ",".join(map(str, value))
+            return ",".join(json.dumps(one) if isinstance(one, dict) else str(one) for one in value)
         if self.form is dict and isinstance(value, dict):
             return json.dumps(value)
         if isinstance(value, str) and "," in value:
@@ -283,6 +287,7 @@ class EngineConfig(Settings):
         "separated by commas",
         aliases=("lora_modules", "lora_paths"),
         form=list,
+        is_named=True,
     )
     lora_dynamic: str | None = option(
         None,

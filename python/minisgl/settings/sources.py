@@ -153,7 +153,7 @@ def add_options(parser: argparse.ArgumentParser, cls: type = ServerArgs) -> None
         named |= {*shown}
         groups[owner].add_argument(*_flags(*shown), action=_SetOption, cls=cls, help=_help(option), **_shape(option))
     switches = {name: option.kind is bool for name, option in spellings_of(cls).items()}
-    switches |= {name: accepted == ["true"] for name, accepted in foreign().redundant.items()}
+    switches |= {name: "true" in accepted for name, accepted in foreign().redundant.items()}
     for name in switches.keys() - named:
         nargs = 0 if switches[name] else None
         parser.add_argument(*_flags(name), action=_SetOption, cls=cls, nargs=nargs, help=argparse.SUPPRESS)
