@@ -63,7 +63,7 @@ class Adapted:
         return {s.name.removesuffix(".weight"): (s.shape[0], s.shape[1]) for s in self.sources}
 
     def shapes(self, rank: int) -> tuple[tuple[int, ...], ...]:
-        """Return the shapes of what a slot has: a, shift, b and ranks of `AdapterWeights`; b has whole blocks of rows."""
+        """Return the shapes of a, shift, b and ranks of a slot (`AdapterWeights`); b has rows to a multiple of 16."""
         columns = self.sources[0].slices[1]
         inner = len(self.modules) * rank
         return (inner, columns.stop - columns.start), (inner,), (round_up(self._num_rows, RANK_STEP), rank), (1,)

@@ -602,7 +602,9 @@ class CpuRunners:
 
     def pack_adapter(self, weights: AdapterWeights) -> None:
         """Pack a and b as other matrices; the rows of b go on to a multiple of `LANES`."""
-        for matrix in (weights.a, weights.b) if self._library is not None else ():
+        if self._library is None:
+            return
+        for matrix in (weights.a, weights.b):
             rows, cols = round_up(matrix.shape[1], LANES), matrix.shape[2]
             self._library.pack(matrix.data_ptr(), matrix.dtype is torch.bfloat16, rows, cols)
 
