@@ -49,6 +49,7 @@ class AdapterPool:
             self._starts.append(total)
             total += projection.elements(sizes.rank)
         self.memory = torch.zeros(sizes.slots, total, dtype=dtype, device=device.torch_device)
+        device.use_large_pages(self.memory)
         for projection, start in zip(adapted, self._starts, strict=True):
             projection.weights = projection.view(self.memory, start, sizes.rank)
         self._hosted: OrderedDict[str, Tensor] = OrderedDict()  # by source

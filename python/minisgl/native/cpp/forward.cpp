@@ -12,6 +12,7 @@
 namespace minisgl {
 
 constexpr int64_t kSlice = 512;   // tokens that go through a layer together
+constexpr int64_t kPageBytes = 4096;
 constexpr int64_t kShrunk = 512;  // columns of a sum of an adapter, so that several threads compute a long one
 constexpr int64_t kBacklog = 128;  // tokens of a row that wait for a drafter: more than a pause of its drafts has
 
@@ -422,7 +423,9 @@ class Decoder : public Model {
             alignas(64) float tile[kTileRows * kUnit * kLanes];
             const T* panel = (const T*)w.a + run.matrix * w.stride + row * cols + col * kLanes;
             const X* from = x + run.first * ldx + col;
-            gemm_block<T>((int)(run.stop - run.first), from, ldx, &panel, 1, std::min(kShrunk, cols - col), {}, tile);
+            const Prefetch ahead = {kPageBytes, kLanes * Dot<T>::kStep * sizeof(T)};
+            for (int64_t at = 0; at < kPageBytes; at += 64) prefetch((const char*)panel + at);
+            gemm_block<T>((int)(run.stop - run.first), from, ldx, &panel, 1, std::min(kShrunk, cols - col), ahead, tile);
             for (int64_t t = run.first; t < run.stop; ++t)
                 Vec::load(tile + (t - run.first) * kUnit * kLanes).store(&sums_[(t * chunks + chunk) * width + row]);
         });

@@ -204,6 +204,15 @@ int64_t rank_of(const LowRank& w, int64_t i) {
     return rank < (float)w.rank ? (int64_t)rank : w.rank;
 }
 
+// Prefetch what `add_adapters` reads for row `row`.
+template <class T>
+void prefetch_adapter(const Added& added, int64_t row, int64_t col) {
+    const LowRank& w = *added.weights;
+    const int64_t slot = added.slots[row], bytes = slot ? rank_of<T>(w, slot - 1) * kLanes * sizeof(T) : 0;
+    const char* panel = (const char*)((const T*)w.b + (slot - 1) * w.stride + (added.first + col) * w.rank);
+    for (int64_t i = 0; i < bytes; i += 64) prefetch(panel + i);
+}
+
 // Add to the sums [rows][kUnit * 16] of x's rows from `row` on, of one panel that begins at row `col` of the matrix.
 template <class T>
 void add_adapters(const Added& added, int64_t row, int rows, int64_t col, float* sums) {
@@ -272,11 +281,13 @@ void for_each_block(Pool& pool, const Matrix<W>& stack, const RowRanges& ranges,
                 const int rows = (int)(range.first + m * (b + 1) / blocks - row);
                 for (int i = 0; i < rows && m > kFew; ++i)
                     for (int j = 0; j < count; ++j) prefetch(to(row + i, first + j));
+                const auto each_panel = [&](const auto& f) {
+                    for (int j = 0; w.added.slots && j < (paired ? 2 * count : count); ++j)
+                        f((j < count ? first + j : across + first + j - count) * kLanes, tile + j * kLanes);
+                };
+                each_panel([&](int64_t col, float*) { prefetch_adapter<T>(w.added, row, col); });
                 compute(row, rows, panels, paired ? 2 * count : count, prefetch_of(b, blocks, w, paired, step), tile);
-                for (int j = 0; w.added.slots && j < (paired ? 2 * count : count); ++j) {
-                    const int64_t panel = j < count ? first + j : across + first + j - count;
-                    add_adapters<T>(w.added, row, rows, panel * kLanes, tile + j * kLanes);
-                }
+                each_panel([&](int64_t col, float* sums) { add_adapters<T>(w.added, row, rows, col, sums); });
                 finish(w, row, rows, first, count, tile);
             }
         }
