@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import torch
@@ -68,6 +69,7 @@ class NativeEngine:
         dummy: bool = False,
         quantization: str | None = None,
         cache: str = "auto",
+        **options: Any,
     ) -> NativeEngine:
         recurs = "linear_num_value_heads" in (folder / "config.json").read_text()
         config = EngineConfig(
@@ -82,6 +84,7 @@ class NativeEngine:
             quantization=quantization,
             kv_cache_dtype=cache,
             speculate="off",
+            **options,
         )
         return cls(Engine.from_config(config, 8192, Group(ALONE)))
 

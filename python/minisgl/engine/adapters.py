@@ -16,13 +16,14 @@ from minisgl.core.params import folder_and_key
 from minisgl.models.adapters import open_adapter
 
 if TYPE_CHECKING:
-    from collections.abc import Sequence
+    from collections.abc import Callable, Sequence
 
     from torch import Tensor
 
     from minisgl.core.plan import Ints
     from minisgl.device.device import Copying, Device
     from minisgl.layers.adapters import Adapted, AdapterSizes
+    from minisgl.ops.adapters import AdapterWeights
 
 _log = logging.getLogger("minisgl.engine")
 
@@ -30,14 +31,25 @@ _log = logging.getLogger("minisgl.engine")
 class AdapterPool:
     """The slots of one rank, which hold all projections of an adapter side by side: a load is one copy."""
 
-    def __init__(self, adapted: Sequence[Adapted], sizes: AdapterSizes, dtype: torch.dtype, device: Device) -> None:
-        """Allocate the slots, and give each projection its part of them."""
-        self.sizes, self._adapted, self._device = sizes, adapted, device
+    def __init__(
+        self,
+        adapted: Sequence[Adapted],
+        sizes: AdapterSizes,
+        dtype: torch.dtype,
+        device: Device,
+        pack: Callable[[AdapterWeights], None],
+    ) -> None:
+        """Allocate the slots, and give each projection its part of them.
+
+        `pack` brings the projection of an adapter in host memory into the layout that the runners read.
+        """
+        self.sizes, self._adapted, self._device, self._pack = sizes, adapted, device, pack
         self._starts, total = [], 0
         for projection in adapted:
             self._starts.append(total)
             total += projection.elements(sizes.rank)
         self.memory = torch.zeros(sizes.slots, total, dtype=dtype, device=device.torch_device)
+        device.use_large_pages(self.memory)
         for projection, start in zip(adapted, self._starts, strict=True):
             projection.weights = projection.view(self.memory, start, sizes.rank)
         self._hosted: OrderedDict[str, Tensor] = OrderedDict()  # by source
@@ -61,7 +73,9 @@ class AdapterPool:
         is_pinned = self._device.type == "cuda"
         copy = torch.zeros(1, self.memory.shape[1], dtype=self.memory.dtype, pin_memory=is_pinned)
         for projection, start in zip(self._adapted, self._starts, strict=True):
-            projection.fill(projection.view(copy, start, self.sizes.rank), adapter)
+            weights = projection.view(copy, start, self.sizes.rank)
+            projection.fill(weights, adapter)
+            self._pack(weights)
         with self._lock:
             self._hosted[source] = copy
             while len(self._hosted) > self.sizes.hosted:

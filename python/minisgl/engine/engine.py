@@ -230,8 +230,9 @@ def load_parts(spec: EngineSpec, device: Device, group: Group, factory: RunnerFa
     max_biases = MAX_LOGIT_BIASES + MAX_STOP_TOKENS + len(spec.eos_token_ids)
     penalties = LogitPenalties(0 if limits.embeds else rows + 1, m.vocab_size, max_biases, device)
     vocab = VocabParallel(comm, m.vocab_size)
-    pool = None if spec.adapters is None else AdapterPool(model.adapted, spec.adapters, spec.dtype, device)
-    if pool is not None:
+    pool = None
+    if spec.adapters is not None:
+        pool = AdapterPool(model.adapted, spec.adapters, spec.dtype, device, factory.pack_adapter)
         for adapter in spec.first_adapters:
             pool.read(adapter.source)  # one that does not fit the model ends the start
     parts = Parts(device, ops, model, store, mixers, state, penalties, comm, vocab, adapters=pool)

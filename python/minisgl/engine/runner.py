@@ -31,6 +31,7 @@ if TYPE_CHECKING:
     from minisgl.layers.linear import Stream
     from minisgl.models.fallback import FallbackForCausalLM
     from minisgl.models.llama import LlamaForCausalLM
+    from minisgl.ops.adapters import AdapterWeights
     from minisgl.ops.quantized import Format
     from minisgl.ops.table import OpTable
 
@@ -121,6 +122,9 @@ class RunnerFactory(Protocol):
 
     def supports_format(self, kind: Format) -> bool:
         """Whether the runners multiply a checkpoint's matrices of this format as they are."""
+
+    def pack_adapter(self, weights: AdapterWeights) -> None:
+        """Bring what one adapter (S = 1) has of a projection into the layout that the runners read."""
 
     @staticmethod
     def choose_dtype(spec: EngineSpec) -> EngineSpec:

@@ -63,10 +63,14 @@ class Adapted:
         return {s.name.removesuffix(".weight"): (s.shape[0], s.shape[1]) for s in self.sources}
 
     def shapes(self, rank: int) -> tuple[tuple[int, ...], ...]:
-        """Return the shapes of what a slot has: a, shift and b of `AdapterWeights`."""
+        """Return the shapes of a, shift, b and ranks of a slot (`AdapterWeights`); b has rows to a multiple of 16."""
         columns = self.sources[0].slices[1]
         inner = len(self.modules) * rank
-        return (inner, columns.stop - columns.start), (inner,), (sum(s.rows for s in self.sources), rank)
+        return (inner, columns.stop - columns.start), (inner,), (round_up(self._num_rows, RANK_STEP), rank), (1,)
+
+    @property
+    def _num_rows(self) -> int:
+        return sum(s.rows for s in self.sources)
 
     def elements(self, rank: int) -> int:
         """Return the number of elements of a slot that hold this projection."""
@@ -79,12 +83,15 @@ class Adapted:
             size = math.prod(shape)
             views.append(memory[:, start : start + size].view(-1, *shape))
             start += round_up(size, ALIGNMENT)
-        a, shift, b = views
-        return AdapterWeights(a, shift, b, self._module_rows())
+        a, shift, b, ranks = views
+        return AdapterWeights(a, shift, b[:, : self._num_rows], self._module_rows(), ranks)
 
     def fill(self, slot: AdapterWeights, adapter: Mapping[str, LowRank]) -> None:
         """Write an adapter into a cleared slot (S = 1), whose rank suffices."""
         a, shift, b = slot.a[0], slot.shift[0], slot.b[0]
+        largest = max((adapter[name].rank for name in self.modules if name in adapter), default=0)
+        assert slot.ranks is not None, "a slot has ranks"
+        slot.ranks.fill_(round_up(largest, RANK_STEP))  # exact in any type
         for index, name in enumerate(self.modules):
             if (low := adapter.get(name)) is None:
                 continue
@@ -103,7 +110,7 @@ class Adapted:
     def _module_rows(self) -> tuple[ModuleRows, ...]:
         """Return the rows of each module, in the projection's order."""
         names = [*self.modules]
-        index = [0] * sum(s.rows for s in self.sources)
+        index = [0] * self._num_rows
         for s in self.sources:
             index[s.start : s.start + s.rows] = [names.index(s.name.removesuffix(".weight"))] * s.rows
         if self.order is not None:

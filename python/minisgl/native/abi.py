@@ -37,10 +37,17 @@ HEADER: Final = Path(__file__).parent / "cpp" / "layout.h"
 _Fields = tuple[tuple[str, str], ...]
 """Rows of (C++ type, names of the fields with that type). All types but structures have 8 bytes."""
 
+LOW_RANK: Final[_Fields] = (  # what the slots have of a projection, with the letters of ops/adapters.py
+    ("const void*", "a shift b ranks"),  # in the model's type, of the first slot; a and b are packed
+    ("int64_t", "stride rank modules"),  # elements from slot to slot; r; P
+    ("const int64_t*", "rows"),  # [num_rows, 3] of `ModuleRows`
+    ("int64_t", "num_rows"),
+)
 PACKED: Final[_Fields] = (  # one matrix, or several of a shape, one after another
     ("const void*", "data"),
     ("int64_t", "bits rows cols"),  # bits: 8, 4, or 0 for the model's type; the rows are those of one matrix
     ("const float*", "bias"),  # [matrices, rows] or null
+    ("const LowRank*", "adapter"),  # of the slots, or null
 )
 RECURRENCE: Final[_Fields] = (  # of gated DeltaNet, with the letters of ops/gated_delta.py
     ("const float*", "conv"),  # [W, C]
@@ -52,7 +59,7 @@ RECURRENCE: Final[_Fields] = (  # of gated DeltaNet, with the letters of ops/gat
 LAYER_WEIGHTS: Final[_Fields] = (
     ("Packed", "qkv o"),  # of a recurrence: q, k, v and z
     ("Packed", "up down shared_up shared_down"),  # of the MLP or all experts, and beside experts; up has the gate above
-    ("Packed", "router"),  # in float32, or null; row `experts`: shared gate
+    ("Packed", "router"),  # in float32, or null; row `experts`: shared gate, and its adapter
     ("Packed", "gate"),  # of attention's output: [heads or heads * dim, hidden], or null
     ("Packed", "input_gate input_projection"),  # of the layer's own inputs, or null
     ("Packed", "beta_decay"),  # [2 Hv, hidden] of a recurrence
@@ -130,6 +137,12 @@ def _ctypes_fields(fields: _Fields) -> list[tuple[str, Any]]:
     return [(name, _CTYPES.get(kind, ctypes.c_void_p)) for kind, names in fields for name in names.split()]
 
 
+class LowRank(ctypes.Structure):
+    """Addresses and sizes of what adapters change of a projection."""
+
+    _fields_ = _ctypes_fields(LOW_RANK)
+
+
 class Packed(ctypes.Structure):
     """Address and sizes of one packed matrix, or of several stacked ones."""
 
@@ -183,7 +196,7 @@ def _header() -> Iterator[str]:
         yield from _record(name, record)
     yield "#pragma pack(pop)"
     yield ""
-    structures = {"Packed": PACKED, "Recurrence": RECURRENCE, "LayerWeights": LAYER_WEIGHTS}
+    structures = {"LowRank": LOW_RANK, "Packed": PACKED, "Recurrence": RECURRENCE, "LayerWeights": LAYER_WEIGHTS}
     structures |= {"ModelSpec": MODEL_SPEC, "StepPlan": STEP_PLAN}
     for name, rows in structures.items():
         yield f"struct {name} {{"

@@ -24,7 +24,7 @@ from minisgl.engine.runner import ForwardOutput
 from minisgl.layers.linear import LayerNorm
 from minisgl.models.gemma4 import BesideMLP
 from minisgl.models.mlp import GatedMLP, PlainMLP, SparseMLP
-from minisgl.native.abi import ACTIVATIONS, LayerWeights, ModelSpec, Packed, StepPlan
+from minisgl.native.abi import ACTIVATIONS, LayerWeights, LowRank, ModelSpec, Packed, StepPlan
 from minisgl.native.library import NativeLibrary, load_native
 from minisgl.native.packing import LANES, pack_weights
 from minisgl.ops.quantized import INT8, Format, Quantized, data_and_scale
@@ -48,6 +48,7 @@ if TYPE_CHECKING:
     from minisgl.models.gemma4 import LayerTail
     from minisgl.models.llama import DecoderLayer
     from minisgl.models.model_config import ModelConfig
+    from minisgl.ops.adapters import AdapterWeights
 
 _log = logging.getLogger("minisgl.native")
 
@@ -197,8 +198,20 @@ class NativeModel:
 
     def _linear(self, packed: Packed, linear: Linear) -> None:
         """Fill `packed`, all but the address, from a projection."""
-        packed.bias = self._float(linear.bias)
+        packed.bias, packed.adapter = self._float(linear.bias), self._adapter(linear)
         self._matrix(packed, linear.weight)
+
+    def _adapter(self, linear: Linear) -> int | None:
+        """Return the address of what adapters change of a projection; None if nothing."""
+        if linear.adapted is None:
+            return None
+        w = linear.adapted.weights
+        rows, ranks = torch.tensor(w.rows), w.ranks
+        assert ranks is not None, "the slots of adapters have ranks"
+        addresses = (tensor.data_ptr() for tensor in (w.a, w.shift, w.b, ranks))
+        result = LowRank(*addresses, w.a.stride(0), w.rank, w.a.shape[1] // w.rank, rows.data_ptr(), len(rows))
+        self._kept += [rows, result]
+        return addressof(result)
 
     def _matrix(self, packed: Packed, weight: Tensor | Quantized, count: int = 1) -> None:
         """Fill `packed`, all but the address, from `count` matrices above each other."""
@@ -240,6 +253,7 @@ class NativeModel:
             layer.rank_bias = self._float(mlp.bias)
         if mlp.shared_gate is not None:
             parts.append(mlp.shared_gate.weight)
+            packed.adapter = self._adapter(mlp.shared_gate)
         weight = torch.cat([part.float() for part in parts])
         packed.rows, packed.cols = weight.shape
         weight = F.pad(weight, (0, 0, 0, round_up(len(weight), LANES) - len(weight)))
@@ -585,6 +599,14 @@ class CpuRunners:
         """Return whether the C++ step can use weights of this format: 4 bits, no zeros, groups of whole blocks."""
         is_plain = kind.name == "int4" and not kind.has_zeros and not kind.order
         return self._library is not None and is_plain and kind.group % INT8.group == 0
+
+    def pack_adapter(self, weights: AdapterWeights) -> None:
+        """Pack a and b as other matrices; the rows of b go on to a multiple of `LANES`."""
+        if self._library is None:
+            return
+        for matrix in (weights.a, weights.b):
+            rows, cols = round_up(matrix.shape[1], LANES), matrix.shape[2]
+            self._library.pack(matrix.data_ptr(), matrix.dtype is torch.bfloat16, rows, cols)
 
     @staticmethod
     def choose_dtype(spec: EngineSpec) -> EngineSpec:

@@ -44,6 +44,7 @@ class AdapterWeights:
     shift: Tensor  # [S, P r]
     b: Tensor  # [S, N, r]; the adapter's scale is in it
     rows: tuple[ModuleRows, ...]
+    ranks: Tensor | None = None  # [S, 1]: the ranks of each slot after these are 0
 
     @property
     def rank(self) -> int:

@@ -2,7 +2,7 @@
 #pragma once
 #include <cstdint>
 
-constexpr int64_t kLayoutVersion = 3928458974;
+constexpr int64_t kLayoutVersion = 1036116795;
 
 namespace minisgl {
 
@@ -54,10 +54,17 @@ struct Fold {
 static_assert(sizeof(Fold) == 12);
 #pragma pack(pop)
 
+struct LowRank {
+    const void *a, *shift, *b, *ranks;
+    int64_t stride, rank, modules;
+    const int64_t *rows;
+    int64_t num_rows;
+};
 struct Packed {
     const void *data;
     int64_t bits, rows, cols;
     const float *bias;
+    const LowRank *adapter;
 };
 struct Recurrence {
     const float *conv;
