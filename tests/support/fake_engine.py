@@ -461,7 +461,9 @@ class FakeEngine:
             self._check_state(row, self._read(row, position + 1))
         known = self.history[row, : first + 1]
         sequence = self._read(row, first + 1)
-        assert ((known == sequence % HUE) | (known == POISON)).all(), f"the history of row {row} is {known}, not {sequence}"
+        assert ((known == sequence % HUE) | (known == POISON)).all(), (
+            f"the history of row {row} is {known}, not {sequence}"
+        )
         allowed = masks or [None] * len(tokens)
         sampled = [next_token(self._read(row, first + 1 + i), self.vocab, allowed[i]) for i in range(len(tokens))]
         right = int(np.cumprod(np.equal(sampled[:-1], tokens[1:])).sum())

@@ -33,7 +33,7 @@ if TYPE_CHECKING:
     from minisgl.engine.config import EngineSpec
     from minisgl.engine.drafting import Drafting
     from minisgl.engine.runner import Parts
-    from minisgl.layers.builder import Parameter
+    from minisgl.layers.parameter import Parameter
 
 SAMPLED_ALIKE: Final = Flag.PENALIZED | Flag.FILTERED  # flags for which drafts are sampled like the target's tokens
 

@@ -15,7 +15,7 @@ from minisgl.settings.options import MAX_DRAFTS
 if TYPE_CHECKING:
     from minisgl.core.plan import Batch, BatchPlan, DraftColumns, Ints
     from minisgl.device.device import Device
-    from minisgl.layers.builder import Parameter
+    from minisgl.layers.parameter import Parameter
     from minisgl.speculative import Drafter
 
 

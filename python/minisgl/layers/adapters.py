@@ -16,7 +16,7 @@ if TYPE_CHECKING:
 
     from torch import Tensor
 
-    from minisgl.layers.builder import Source
+    from minisgl.layers.parameter import Source
 
 ALIGNMENT: Final = 64  # elements of a slot: each tensor begins at such a multiple
 RANK_STEP: Final = 16  # ranks are padded to a multiple of it, as tensor cores read them

@@ -12,7 +12,8 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-from minisgl.layers.builder import Init, Shard
+from minisgl.layers.builder import Shard
+from minisgl.layers.parameter import Init
 from minisgl.ops.deferred import Result, finished
 
 if TYPE_CHECKING:

@@ -6,8 +6,8 @@ from typing import TYPE_CHECKING
 
 import torch
 
-from minisgl.layers.builder import Init
 from minisgl.layers.linear import Linear, Stream
+from minisgl.layers.parameter import Init
 from minisgl.ops.deferred import finished
 from minisgl.ops.gated_delta import DeltaState, DeltaWeights
 

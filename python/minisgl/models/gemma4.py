@@ -6,8 +6,8 @@ from typing import TYPE_CHECKING
 
 import torch
 
-from minisgl.layers.builder import Init
 from minisgl.layers.linear import Embedding, Linear, RMSNorm, Stream
+from minisgl.layers.parameter import Init
 from minisgl.models.mlp import GatedMLP, SparseMLP
 from minisgl.ops.deferred import finished
 from minisgl.ops.reference import ACTIVATIONS

@@ -7,8 +7,8 @@ from typing import TYPE_CHECKING
 import torch
 from torch.nn import functional as F
 
-from minisgl.layers.builder import Init
 from minisgl.layers.linear import Linear, Stream
+from minisgl.layers.parameter import Init
 from minisgl.ops.deferred import finished
 from minisgl.ops.reference import ACTIVATIONS, Experts, chosen_scores, soft_cap
 

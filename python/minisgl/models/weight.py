@@ -29,7 +29,8 @@ from minisgl.checkpoint import hf
 from minisgl.core.errors import ConfigError
 from minisgl.distributed.communicator import Communicator, SoloCommunicator
 from minisgl.distributed.info import ALONE
-from minisgl.layers.builder import Builder, Init, Parameter, Source
+from minisgl.layers.builder import Builder
+from minisgl.layers.parameter import Init, Parameter, Source
 from minisgl.models.dequantize import LAYOUTS, Matrix, Stored, dequantized, unpacked
 from minisgl.models.gguf_weights import kinds, open_gguf, renamed
 from minisgl.models.llama import LlamaForCausalLM

@@ -41,8 +41,8 @@ if TYPE_CHECKING:
     from minisgl.engine.config import EngineSpec
     from minisgl.engine.drafting import Drafting
     from minisgl.engine.runner import Parts, Runner
-    from minisgl.layers.builder import Parameter
     from minisgl.layers.linear import Linear, Norm
+    from minisgl.layers.parameter import Parameter
     from minisgl.models.attention import Attention
     from minisgl.models.gated_delta import GatedDeltaNet
     from minisgl.models.gemma4 import LayerTail

@@ -17,7 +17,7 @@ from torch import Tensor
 from minisgl.checkpoint.adapter import adapters_of, allowed_folder, contents_key, make_adapter, read_config
 from minisgl.core.errors import ConfigError
 from minisgl.layers.adapters import Adapted
-from minisgl.layers.builder import Source
+from minisgl.layers.parameter import Source
 from minisgl.models.adapters import open_adapter
 
 Change = Callable[[Path, dict[str, Any], dict[str, Tensor]], None]
