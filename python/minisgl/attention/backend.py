@@ -139,14 +139,14 @@ class _Mixed(StepAttention):
 
 def _sequences(batch: Batch, which: slice, shape: StepShape) -> Batch:
     """Return some consecutive sequences of a step, with the fields that attention reads."""
-    layout, lens = batch.layout, batch.slots["stop"] - batch.slots["start"]
+    layout, lens = batch.layout, batch.sequences["stop"] - batch.sequences["start"]
     start = int(lens[: which.start].sum()) if which.start else 0
     tokens = slice(start, start + int(lens[which].sum()))
     ends = layout.cu_query_lens[which.start : None if which.stop is None else which.stop + 1] - start
     return replace(
         batch,
         shape=shape,
-        slots=batch.slots[which],
+        sequences=batch.sequences[which],
         layout=SeqLayout(layout.rows[which], layout.kv_lens[which], ends),
         input_ids=batch.input_ids[tokens],
         positions=batch.positions[tokens],

@@ -128,16 +128,16 @@ class TritonLatents(LatentMixer):
 
         Returns int32 [4, sequences]: the row of each, its length, and its tokens.
         """
-        slots, queries = batch.slots, self._chunk.queries
-        ends = np.cumsum(slots["stop"] - slots["start"])
+        sequences, queries = batch.sequences, self._chunk.queries
+        ends = np.cumsum(sequences["stop"] - sequences["start"])
         pieces: list[Ints] = [np.empty((4, 0), np.int32)]
-        for slot, end in zip(slots[batch.shape.decodes :], ends[batch.shape.decodes :].tolist(), strict=True):
-            first = end - int(slot["stop"] - slot["start"])
+        for sequence, end in zip(sequences[batch.shape.decodes :], ends[batch.shape.decodes :].tolist(), strict=True):
+            first = end - int(sequence["stop"] - sequence["start"])
             if first not in whole:
                 starts = np.arange(first, end, queries)
                 stops = np.minimum(starts + queries, end)
                 pieces.append(
-                    np.stack([np.full_like(starts, slot["row"]), slot["stop"] - (end - stops), starts, stops])
+                    np.stack([np.full_like(starts, sequence["row"]), sequence["stop"] - (end - stops), starts, stops])
                 )
         return np.concatenate(pieces, 1).astype(np.int32)
 

@@ -41,8 +41,8 @@ class GatedDeltaMixer:
         assert captures is not None, "a step of a recurrent model has a table of captures"
         slots = page_table[layout.rows.long(), : STATE_LEN + 1].t().contiguous()
         decodes = shape.decodes
-        if len(batch.slots):  # else the step is captured, and each chunk counts as one
-            decodes = int(np.count_nonzero(batch.slots["flags"] & Flag.FROM_DEVICE))
+        if len(batch.sequences):  # else the step is captured, and each chunk counts as one
+            decodes = int(np.count_nonzero(batch.sequences["flags"] & Flag.FROM_DEVICE))
         step = DeltaStep(
             decodes,
             shape,

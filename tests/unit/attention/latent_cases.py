@@ -44,9 +44,9 @@ def check_latents(
         pages = QuantizedPages(apart(q.view(pages.shape)), scale.view(pages.shape[:-1]).contiguous())
     batch = make_batch(spans)
     if max_queries > 1:
-        for slot in batch.slots[: sum(n <= max_queries for n, _ in mix)]:
-            slot["flags"] |= Flag.FROM_DEVICE
-        batch = replace(batch, shape=step_shape(batch.slots))
+        for sequence in batch.sequences[: sum(n <= max_queries for n, _ in mix)]:
+            sequence["flags"] |= Flag.FROM_DEVICE
+        batch = replace(batch, shape=step_shape(batch.sequences))
     batch, table = on(batch, device), table.to(device)
     positions, generator = batch.positions.long(), torch.Generator().manual_seed(1)
     out_loc = table[batch.token_rows.long(), positions // page_size].long() * page_size + positions % page_size

@@ -9,7 +9,7 @@ import torch
 from minisgl.attention.backend import AttentionSpec
 from minisgl.attention.selection import Requirements, resolve_attention
 from minisgl.core.errors import ConfigError
-from minisgl.core.layout import SLOT, Flag
+from minisgl.core.layout import SEQUENCE, Flag
 from minisgl.core.plan import StepShape
 from minisgl.core.specs import GroupedQuery
 from minisgl.engine.batch import step_shape
@@ -47,7 +47,7 @@ def test_refusal_names_the_unmet_requirement():
 
 
 @pytest.mark.parametrize(
-    ("slots", "shape"),
+    ("sequences", "shape"),
     [
         ([(4, 8, 9, Flag.FROM_DEVICE), (0, 0, 5, 0), (2, 5, 7, 0)], StepShape(1, 1, 2, 7, 7)),
         ([(1, 2, 3, 0)], StepShape(1, 1)),
@@ -55,5 +55,5 @@ def test_refusal_names_the_unmet_requirement():
         ([(0, 0, 9, 0), (1, 0, 1, 0)], StepShape(0, 1, 2, 10, 9)),
     ],
 )
-def test_sequences_with_one_token_decode_if_no_chunk_is_before_them(slots: list[tuple[int, ...]], shape: StepShape):
-    assert step_shape(np.array(slots, SLOT)) == shape
+def test_sequences_with_one_token_decode_if_no_chunk_is_before_them(sequences: list[tuple[int, ...]], shape: StepShape):
+    assert step_shape(np.array(sequences, SEQUENCE)) == shape

@@ -51,9 +51,9 @@ class Case:
         self.kv_heads, self.dim, self.page_size = pages.shape[2], dim, page_size
         batch = make_batch(self.spans)
         if max_queries > 1:  # the first sequences decode
-            for slot in batch.slots[: next((i for i, (n, _) in enumerate(mix) if n > max_queries), len(mix))]:
-                slot["flags"] |= Flag.FROM_DEVICE
-            batch = replace(batch, shape=step_shape(batch.slots))
+            for sequence in batch.sequences[: next((i for i, (n, _) in enumerate(mix) if n > max_queries), len(mix))]:
+                sequence["flags"] |= Flag.FROM_DEVICE
+            batch = replace(batch, shape=step_shape(batch.sequences))
         self.batch = on(batch, device)
         softcap, has_sinks = option
         self.sinks = sinks_of(q.shape[1]).to(device) if has_sinks else None
@@ -157,7 +157,7 @@ def check_drafted(
     fp8_cache: bool = False,
     option: Option = PLAIN,
 ) -> None:
-    """Sequences with drafts by the kernel that decodes, with unused slots and a sequence that pads after them."""
+    """Sequences with drafts by the kernel that decodes, with unused sequences and a sequence that pads after them."""
     case = Case(mix, page_size, group, dim, dtype, device, 0, window, max_queries, option)
     if fp8_cache:
         case.attention = TritonAttention(replace(case.attention.spec, fp8_cache=True), OpTable())
@@ -184,7 +184,7 @@ def check_padded(
     window: int | None = None,
     option: Option = PLAIN,
 ) -> None:
-    """A step as graphs have it: unused decode slots without keys, and a chunk that only pads."""
+    """A step as graphs have it: unused decoding sequences without keys, and a chunk that only pads."""
     case = Case(mix, 64, group, dim, dtype, device, window=window, option=option)
     layout, used, extra = case.batch.layout, len(case.q), 5
     decodes = next((i for i, (queries, _) in enumerate(mix) if queries > 1), len(mix))
