@@ -24,7 +24,7 @@ import numpy as np
 import torch
 
 from minisgl.attention import triton as backend
-from minisgl.attention.backend import AttentionSpec, MixerSpec, StepAttention
+from minisgl.attention.backend import MixerSpec, StepAttention
 from minisgl.attention.latent_triton import TritonLatents
 from minisgl.attention.triton import TritonAttention
 from minisgl.core.layout import SEQUENCE
@@ -142,7 +142,7 @@ class Setting:
             positions=positions_on_device,
         )
         kind = GroupedQuery(num_heads, KV_HEADS, DIM, DIM**-0.5)
-        spec = AttentionSpec("cuda", DTYPE, kind, page, 4000, fp8_cache=is_fp8)
+        spec = MixerSpec("cuda", DTYPE, kind, page, 4000, fp8_cache=is_fp8)
         out_loc = table[token_rows, positions_on_device.long() // page].long() * page + positions_on_device % page
         angle = torch.rand(int(positions.max()) + 1, DIM // 2, device="cuda") * 6
         weights = [1 + 0.1 * torch.randn(DIM, device="cuda", dtype=DTYPE) for _ in range(2)]
@@ -336,7 +336,7 @@ def latent() -> None:
 def latent_cells(heads: int, count: int, context: int, *, is_fp8: bool) -> list[str]:
     """Time each variant for sequences of equal length."""
     kind, width, total = Latent(heads, 512, 64, 192, 256, 1 / 16), 576, count * context // PAGE
-    spec = MixerSpec("cuda", DTYPE, PAGE, 257, fp8_cache=is_fp8)
+    spec = MixerSpec("cuda", DTYPE, kind, PAGE, 257, fp8_cache=is_fp8)
     pages: list[Pages] = []
     for _ in range(max(2, 400_000_000 // (count * context * 2 * width))):
         layer = torch.randn(total, 1, PAGE, width, device="cuda").to(DTYPE)
@@ -360,7 +360,7 @@ def latent_cells(heads: int, count: int, context: int, *, is_fp8: bool) -> list[
 
     cells = []
     for label, changes in LATENT_VARIANTS.items():
-        mixer = TritonLatents(kind, spec, load_ops("triton"))
+        mixer = TritonLatents(spec, load_ops("triton"))
         mixer.kernel |= {name: n for name, n in changes.items() if name in mixer.kernel}
         mixer.options |= {name: n for name, n in changes.items() if name in mixer.options}
         if label == "tiles of 32":  # two programs on an SM

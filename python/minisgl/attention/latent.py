@@ -25,8 +25,8 @@ class LatentMixer:
 
     name, group, captures_decodes, captures_prompts = "latent", FULL, False, False
 
-    def __init__(self, kind: Latent, spec: MixerSpec, ops: OpTable) -> None:
-        self.kind, self.spec, self.ops = kind, spec, ops
+    def __init__(self, spec: MixerSpec[Latent], ops: OpTable) -> None:
+        self.kind, self.spec, self.ops = spec.kind, spec, ops
 
     def prepare(self, batch: Batch, page_table: Tensor, out_loc: Tensor) -> LatentStep:
         """Do what `engine.runner.Mixer.prepare` says."""

@@ -65,9 +65,9 @@ class TritonLatents(LatentMixer):
     name = "latent, triton"
     captures_decodes = True
 
-    def __init__(self, kind: Latent, spec: MixerSpec, ops: OpTable) -> None:
-        super().__init__(kind, spec, ops)
-        device = torch.device(spec.device_type)
+    def __init__(self, spec: MixerSpec[Latent], ops: OpTable) -> None:
+        super().__init__(spec, ops)
+        kind, device = spec.kind, torch.device(spec.device_type)
         sms, has_room = INTERPRETER_SMS, True
         if not INTERPRETED:
             properties = torch.cuda.get_device_properties(device)

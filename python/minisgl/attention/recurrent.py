@@ -32,7 +32,7 @@ class GatedDeltaMixer:
 
     name, group, captures_decodes, captures_prompts = "gated delta", STATE, True, True
 
-    def __init__(self, kind: GatedDelta, spec: MixerSpec, ops: OpTable) -> None:
+    def __init__(self, spec: MixerSpec[GatedDelta], ops: OpTable) -> None:
         self._ops = ops
 
     def prepare(self, batch: Batch, page_table: Tensor, out_loc: Tensor) -> DeltaMixing:

@@ -140,7 +140,7 @@ def _model(args: ServerArgs) -> Facts:
     if device == "cpu":
         yield "its steps", f"op by op: {reason}" if (reason := refusal(spec)) else "in C++, if this machine has them"
     kinds = dict.fromkeys(m.mixer(layer, spec.info) for layer in range(m.num_layers))
-    required = [spec.attention_spec(kind, device) for kind in kinds if isinstance(kind, GroupedQuery)]
+    required = [spec.mixer_spec(kind, device) for kind in kinds if isinstance(kind, GroupedQuery)]
     reasons = {name: [ATTENTION.refusal(name, needs) for needs in required] for name in ATTENTION.names}
     usable = "; ".join(f"{name}: {next(filter(None, found), 'usable')}" for name, found in reasons.items())
     yield "attention", usable if required else "to latents, by kernels of their own"

@@ -75,7 +75,7 @@ def refusal(spec: EngineSpec) -> str | None:
         return f"the drafter's {reason}"
     step = INT8.group if spec.quantization else LANES
     has_head = spec.draft is not None and spec.draft.kind != "draft"  # which reads hidden states in 8 bits
-    if m.linear is not None and m.has_narrow_state and spec.dtype is not torch.float32:
+    if m.linear is not None and m.linear.is_narrow and spec.dtype is not torch.float32:
         return f"its recurrent states are in {spec.dtype}, and only float32 is supported"
     sizes = [("hidden_size", m.hidden_size, INT8.group if has_head else step)]
     sizes.append(("hidden_size_per_layer_input", m.layer_input_size, LANES))

@@ -61,13 +61,13 @@ def check_latents(
     )
     size = kind.heads * (kind.nope_dim + kind.rope_dim)
     projected = torch.randn(len(positions), size + width, generator=generator).to(device, dtype)
-    spec = MixerSpec(device, dtype, page_size, len(mix) + 1, max_queries, fp8_cache)
+    spec = MixerSpec(device, dtype, kind, page_size, len(mix) + 1, max_queries, fp8_cache)
     results = []
     for make, ops in ((LatentMixer, OpTable()), (TritonLatents, OpTable(store_latents=store_latents))):
         own = QuantizedPages(apart(pages.data), pages.scale.clone()) if fp8_cache else apart(pages)
         queries, latents = projected.clone().tensor_split([size], 1)
         inputs = queries.view(len(positions), kind.heads, -1), latents
-        out = make(kind, spec, ops).prepare(batch, table, out_loc).attend(*inputs, heads, own)
+        out = make(spec, ops).prepare(batch, table, out_loc).attend(*inputs, heads, own)
         dense = own.dense(table.unique().long()) if fp8_cache else own.float()
         results.append((out, *inputs, dense.nan_to_num()))
     (want, *before), (out, *after) = results

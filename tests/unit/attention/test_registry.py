@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 import torch
 
-from minisgl.attention.backend import AttentionSpec
+from minisgl.attention.backend import MixerSpec
 from minisgl.attention.selection import Requirements, resolve_attention
 from minisgl.core.errors import ConfigError
 from minisgl.core.layout import SEQUENCE, Flag
@@ -17,7 +17,7 @@ from minisgl.ops.table import resolve_ops
 
 
 def resolve(choice: str) -> str:
-    spec = AttentionSpec("cpu", torch.float32, GroupedQuery(4, 2, 8, 1.0), 4)
+    spec = MixerSpec("cpu", torch.float32, GroupedQuery(4, 2, 8, 1.0), 4)
     return resolve_attention(choice, [spec], resolve_ops("cpu"))[0].name
 
 
@@ -40,7 +40,7 @@ def test_bad_choices(choice: str, word: str):
 
 
 def test_refusal_names_the_unmet_requirement():
-    spec = AttentionSpec("cpu", torch.float32, GroupedQuery(4, 2, 80, 1.0), 16)
+    spec = MixerSpec("cpu", torch.float32, GroupedQuery(4, 2, 80, 1.0), 16)
     assert Requirements().refusal(spec) is None
     assert Requirements(head_dims=(64, 128)).refusal(spec) == "head dimension 80 is not one of 64, 128"
     assert "page size 16" in str(Requirements(page_sizes=(128,)).refusal(spec))

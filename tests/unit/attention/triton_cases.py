@@ -10,7 +10,7 @@ import torch
 
 from contract.harness import Span, make_batch
 from contract.test_attention import give_back, setting, sinks_of
-from minisgl.attention.backend import AttentionSpec
+from minisgl.attention.backend import MixerSpec
 from minisgl.attention.triton import TritonAttention
 from minisgl.core.layout import Flag
 from minisgl.core.plan import Batch, SeqLayout, StepShape
@@ -59,7 +59,7 @@ class Case:
         self.sinks = sinks_of(q.shape[1]).to(device) if has_sinks else None
         scale = dim**-0.5
         self.kind = GroupedQuery(q.shape[1], self.kv_heads, dim, scale, window, softcap=softcap, has_sinks=has_sinks)
-        spec = AttentionSpec(device, dtype, self.kind, page_size, len(mix) + 1, max_queries)
+        spec = MixerSpec(device, dtype, self.kind, page_size, len(mix) + 1, max_queries)
         self.attention = TritonAttention(spec, OpTable())
         generator = torch.Generator().manual_seed(seed)
         positions = self.batch.positions.long()
