@@ -251,7 +251,8 @@ def bounded(request: pytest.FixtureRequest) -> Harness:
 def ask_on(h: Harness, start: int) -> tuple[int, int]:
     """Go on after the answer to `ask`; return how many tokens were cached, and how many may be.
 
-    An answer is handed over with its window; a recurrent state is as of the end of the prompt, since no fold is due.
+    An answer is handed over with its window; a recurrent state is as of the end of the prompt, since no fold is due. With
+    both, the window has moved on from there, and the snapshot of the prompt remains.
     """
     prompt = [*range(start, start + 40)]
     prompt += expected_output(prompt, 8, h.engine.vocab, ignore_eos=True)
@@ -259,7 +260,8 @@ def ask_on(h: Harness, start: int) -> tuple[int, int]:
     h.add([*prompt, 7], 2, ignore_eos=True)
     h.finish_all()
     h.check_outputs()
-    return h.scheduler.stats.cached_tokens - before, 40 if h.engine.has_state else 44
+    most = 36 if len(h.engine.bounded) > 1 else 40 if h.engine.has_state else 44
+    return h.scheduler.stats.cached_tokens - before, most
 
 
 def test_a_prefix_is_found_in_a_tier_with_its_snapshot(bounded: Harness) -> None:
