@@ -251,8 +251,8 @@ def bounded(request: pytest.FixtureRequest) -> Harness:
 def ask_on(h: Harness, start: int) -> tuple[int, int]:
     """Go on after the answer to `ask`; return how many tokens were cached, and how many may be.
 
-    An answer is handed over with its window; a recurrent state is as of the end of the prompt, since no fold is due. With
-    both, the window has moved on from there, and the snapshot of the prompt remains.
+    An answer is handed over with its window; a recurrent state is as of the end of the prompt, since no fold is due.
+    With both, the window has moved on from there, and the snapshot of the prompt remains.
     """
     prompt = [*range(start, start + 40)]
     prompt += expected_output(prompt, 8, h.engine.vocab, ignore_eos=True)
