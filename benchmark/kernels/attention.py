@@ -25,7 +25,7 @@ import torch
 
 from minisgl.attention import triton as backend
 from minisgl.attention.backend import MixerSpec, StepAttention
-from minisgl.attention.latent_triton import TritonLatents
+from minisgl.attention.latent_triton import Tile, TritonLatents
 from minisgl.attention.triton import TritonAttention
 from minisgl.core.layout import SEQUENCE
 from minisgl.core.plan import SeqLayout, StepShape
@@ -316,10 +316,11 @@ def prefill() -> None:
 
 
 LATENTS = {"GLM-4.7-Flash": 20, "DeepSeek V3, 8 ranks": 16, "DeepSeek V3": 128}  # heads of a rank
-LATENT_VARIANTS: dict[str, dict[str, int]] = {
-    "default": {},
-    "tiles of 32": {"TILE_KEYS": 32, "NUM_STAGES": 5},
-    "8 warps": {"num_warps": 8},
+LATENT_VARIANTS: dict[str, tuple[Tile | None, int]] = {  # with a number of warps
+    "default": (None, 4),
+    "tiles of 32": (Tile(32, 5, 264), 4),  # two programs on an SM
+    "tiles of 64": (Tile(64, 3, 132), 4),
+    "8 warps": (None, 8),
 }
 
 
@@ -359,12 +360,11 @@ def latent_cells(heads: int, count: int, context: int, *, is_fp8: bool) -> list[
         return outs[0]
 
     cells = []
-    for label, changes in LATENT_VARIANTS.items():
+    for label, (tile, warps) in LATENT_VARIANTS.items():
         mixer = TritonLatents(spec, load_ops("triton"))
-        mixer.kernel |= {name: n for name, n in changes.items() if name in mixer.kernel}
-        mixer.options |= {name: n for name, n in changes.items() if name in mixer.options}
-        if label == "tiles of 32":  # two programs on an SM
-            mixer.programs *= 2
+        mixer.options["num_warps"] = warps
+        if tile is not None:
+            mixer.tiles = dict.fromkeys(mixer.tiles, tile)
             mixer.part, mixer.lse, mixer._work = (torch.cat([x, x]) for x in (mixer.part, mixer.lse, mixer._work))
         error = float((step(mixer, 1)[:8].double() - want).norm() / want.norm())
         us = (graph_us(partial(step, mixer, 3)) - graph_us(partial(step, mixer, 1))) / (2 * len(pages))

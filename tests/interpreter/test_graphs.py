@@ -11,7 +11,7 @@ from collections.abc import Callable
 from contextlib import nullcontext
 from dataclasses import replace
 from types import SimpleNamespace
-from typing import Any
+from typing import Any, ClassVar
 
 import numpy as np
 import pytest
@@ -100,7 +100,8 @@ class Device(CpuDevice):
 class Table:
     """A model of random numbers."""
 
-    num_parameters, config, recurrences = 1, SimpleNamespace(vocab_size=VOCAB, num_layers=1), {}
+    num_parameters, config = 1, SimpleNamespace(vocab_size=VOCAB, num_layers=1)
+    recurrences: ClassVar[dict[int, Any]] = {}
 
     def __init__(self, repeats: bool) -> None:
         """The text `repeats` itself where the position is below 50."""

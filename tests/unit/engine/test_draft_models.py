@@ -72,6 +72,16 @@ HEAD: dict[str, Any] = MODEL | {
     "eagle_config": {"eagle_aux_hidden_state_layer_ids": LAYERS},
 }
 
+RECURRENT: dict[str, Any] = MODEL | {
+    "architectures": ["Qwen3_5ForCausalLM"],
+    "model_type": "qwen3_5_text",
+    "partial_rotary_factor": 0.5,
+    "linear_num_key_heads": 2,
+    "linear_num_value_heads": 4,
+    "linear_key_head_dim": 8,
+    "linear_value_head_dim": 16,
+}
+
 
 def write(path: Path, config: dict[str, Any], weights: dict[str, Tensor] | None = None) -> Path:
     path.mkdir()
@@ -409,6 +419,7 @@ def test_a_request_begins_with_what_others_have_shown(right: int) -> None:
         ("draft", {"vocab_size": 98}, "has a vocabulary of 98, and the model one of 97"),
         ("draft", {"architectures": ["Bert"]}, "model architecture Bert is not supported"),
         ("draft", HEAD, "has an EAGLE-3 head; give --speculate eagle3:"),
+        ("draft", RECURRENT, "has a recurrent state, and only models without one can be draft models"),
         ("eagle3", {}, "has architectures=.'Qwen3ForCausalLM'., not LlamaForCausalLMEagle3"),
         ("eagle3", HEAD | {"hidden_size": 64}, "has a hidden size of 64, and the model one of 32"),
         ("eagle3", HEAD | {"vocab_size": 98}, "has a vocabulary of 98, and the model one of 97"),
