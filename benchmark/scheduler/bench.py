@@ -133,7 +133,7 @@ def measure(
         spent = clock.pop()
         spent["step"] = total - spent["engine"]
         plan = scheduler.launched[-1].plan
-        assert len(plan.slots) == rows
+        assert len(plan.sequences) == rows
         (paging if len(plan.page_writes) else steady).append(spent)
     return steady, paging
 

@@ -6,7 +6,7 @@ from pathlib import Path
 
 import torch
 
-from minisgl.attention.backend import AttentionSpec, MixerSpec
+from minisgl.attention.backend import MixerSpec
 from minisgl.attention.selection import resolve_attention
 from minisgl.checkpoint import hf
 from minisgl.core.layout import Flag
@@ -44,7 +44,7 @@ class MiniRunner(EagerRunner):
     """With room for adapters, any row may have one (`parts.state.adapter`)."""
 
     def logits_of(self, plan: BatchPlan) -> torch.Tensor:
-        plan.slots["flags"] |= Flag.ADAPTED if self.parts.adapters is not None else 0
+        plan.sequences["flags"] |= Flag.ADAPTED if self.parts.adapters is not None else 0
         return super().logits_of(plan)
 
 
@@ -93,10 +93,10 @@ class MiniEngine(Stepper):
         for group in range(groups):
             state.page_tables[group] = store.dummy(group)
         kinds = tuple(
-            resolve_attention(attention, [AttentionSpec(place.type, dtype, kind, page_size, ROWS)], table)[0]
-            if isinstance(kind, GroupedQuery)
-            else MIXERS.load(type(kind).__name__)(kind, MixerSpec(place.type, dtype, page_size, ROWS), table)
-            for kind in model.mixers
+            resolve_attention(attention, [spec], table)[0]
+            if isinstance(spec.kind, GroupedQuery)
+            else MIXERS.load(type(spec.kind).__name__)(spec, table)
+            for spec in (MixerSpec(place.type, dtype, kind, page_size, ROWS) for kind in model.mixers)
         )
         penalties = LogitPenalties(ROWS, config.vocab_size, 8, device)
         vocab = VocabParallel(comm, config.vocab_size)

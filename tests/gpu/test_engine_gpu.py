@@ -302,7 +302,7 @@ def watched(llm: LLM) -> Iterator[set[tuple[str, int]]]:
     launch = watched_engine.launch
 
     def watching(plan: BatchPlan) -> Any:
-        flags = plan.slots["flags"]
+        flags = plan.sequences["flags"]
         if (flags & Flag.FROM_DEVICE).all():
             runner = next(r for r in watched_engine.runners if r.fits(plan))
             seen.add((runner.name, tail_of(int(np.bitwise_or.reduce(flags)))))

@@ -61,7 +61,7 @@ def logprob_column(position: int, token: int) -> list[int]:
 def step_seconds(costs: StepCosts, plan: BatchPlan) -> float:
     """How long a step takes, tokens and pairs counted one by one."""
     seconds = costs.base
-    for _, start, stop, flags in plan.slots.tolist():
+    for _, start, stop, flags in plan.sequences.tolist():
         if flags & Flag.FROM_DEVICE:
             seconds += costs.per_token * (stop - start) + costs.per_context * start
         else:
@@ -281,11 +281,11 @@ class FakeEngine:
         self._load_adapters(plan.step)
         for state in plan.row_states:
             self.adapter_of_row[state["row"]] = state["fields"]["adapter"]
-        for row, _, _, flags in plan.slots.tolist():
+        for row, _, _, flags in plan.sequences.tolist():
             assert bool(flags & Flag.ADAPTED) == bool(self.adapter_of_row[row]), f"row {row} has another adapter"
         for slot, start, stop in plan.folds.tolist():
             self._fold(slot, start, stop)
-        written = {*([] if len(plan.slots) else plan.moves["unit"].tolist())}
+        written = {*([] if len(plan.sequences) else plan.moves["unit"].tolist())}
         copies = [(STATE, target) for target in [*plan.restores["target"], *plan.captures["target"]]]
         writes = plan.page_writes[(plan.page_writes["group"] != STATE) | (plan.page_writes["index"] == SLOT_ID)]
         for group, page in [*writes[["group", "page"]].tolist(), *copies]:
@@ -305,7 +305,7 @@ class FakeEngine:
         sampled, finite, logprobs, prompt_logprobs = [], [], [], []
         confirmed, ready = [], []
         self._remember(plan)
-        for row, start, stop, flags in plan.slots.tolist():
+        for row, start, stop, flags in plan.sequences.tolist():
             if flags & Flag.DRAFTS and self._is_damaged(row, int(self.length[row]) - 1):
                 count = stop - start
                 masks = masks[count if flags & Flag.MASKED else 0 :]
@@ -357,10 +357,10 @@ class FakeEngine:
                 prompt_logprobs += [logprob_column(p, t) for p, t in zip(range(start + 1, stop + 1), ids, strict=False)]
         assert not self.captures, f"no chunk comes to so many tokens: {self.captures}"
         self.num_copies = [self.num_copies[0] + len(plan.restores), self.num_copies[1] + len(plan.captures)]
-        assert not tokens, "the plan has tokens that no slot takes"
-        assert not masks, "the plan has masks that no slot takes"
-        assert not prompt_ids, "the plan has prompt token ids that no slot takes"
-        has_logprobs = bool((plan.slots["flags"] & (Flag.LOGPROBS | Flag.PROMPT_LOGPROBS)).any())
+        assert not tokens, "the plan has tokens that no sequence takes"
+        assert not masks, "the plan has masks that no sequence takes"
+        assert not prompt_ids, "the plan has prompt token ids that no sequence takes"
+        has_logprobs = bool((plan.sequences["flags"] & (Flag.LOGPROBS | Flag.PROMPT_LOGPROBS)).any())
         columns = np.array(logprobs + prompt_logprobs, np.int32).reshape(-1, StepResult.WIDTH).T
         tokens, oks, flags, counts = (np.array(x, np.int32) for x in (sampled, finite, confirmed, ready))
         drafts = {"confirmed": flags, "ready": counts} if plan.has_drafts else {}

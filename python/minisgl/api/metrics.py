@@ -4,13 +4,11 @@ from __future__ import annotations
 
 import logging
 import time
-from bisect import bisect_left
 from collections.abc import Callable, Iterable, Iterator, Mapping
-from itertools import accumulate
 from typing import Final
 
-from prometheus_client import ProcessCollector
-from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, HistogramMetricFamily, Metric
+from prometheus_client import CollectorRegistry, Histogram, ProcessCollector
+from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metric
 from prometheus_client.exposition import choose_encoder
 from prometheus_client.registry import Collector
 
@@ -63,28 +61,6 @@ _OF_ADAPTERS: Final = ("requests", "prompt_tokens", "generation_tokens")
 Kind = type[GaugeMetricFamily] | type[CounterMetricFamily]
 
 
-class Histogram:
-    """Counts the values up to each bound. Uses plain numbers, since every token is counted."""
-
-    def __init__(self, name: str, help: str, bounds: tuple[float, ...]) -> None:
-        self.name = name
-        self.help = help
-        self.bounds = bounds
-        self._counts = [0] * (len(bounds) + 1)
-        self._sum = 0.0
-
-    def observe(self, value: float) -> None:
-        self._counts[bisect_left(self.bounds, value)] += 1
-        self._sum += value
-
-    def family(self, model: str) -> HistogramMetricFamily:
-        """Return the histogram in Prometheus' form: cumulative counts by upper bound."""
-        family = HistogramMetricFamily("minisgl:" + self.name, self.help, labels=["model_name"])
-        bounds = [*map(str, self.bounds), "+Inf"]
-        family.add_metric([model], list(zip(bounds, accumulate(self._counts), strict=True)), self._sum)
-        return family
-
-
 class _Families(Collector):
     def __init__(self, families: Iterable[Metric]) -> None:
         self._families = families
@@ -98,16 +74,23 @@ class Metrics:
 
     def __init__(self, model: str, adapters: Mapping[str, ServedAdapter] | None = None) -> None:
         """`adapters` are those that are served whenever the metrics are read."""
-        self.time_to_first_token = Histogram("time_to_first_token_seconds", "Arrival to first token", _TTFT_BUCKETS)
-        self.inter_token_latency = Histogram("inter_token_latency_seconds", "Between two tokens", _ITL_BUCKETS)
-        self.queue_time = Histogram("request_queue_time_seconds", "Acceptance to first planning", _QUEUE_BUCKETS)
-        self._of_ended = {name: Histogram(name, *form) for name, form in _OF_ENDED.items()}
-        self._process = ProcessCollector(registry=None)
-        self._ends = dict.fromkeys(FinishReason, 0)
         self._model = model
         self._adapters = adapters or {}
+        self._registry = CollectorRegistry()
+        self.time_to_first_token = self._histogram(
+            "time_to_first_token_seconds", "Arrival to first token", _TTFT_BUCKETS
+        )
+        self.inter_token_latency = self._histogram("inter_token_latency_seconds", "Between two tokens", _ITL_BUCKETS)
+        self.queue_time = self._histogram("request_queue_time_seconds", "Acceptance to first planning", _QUEUE_BUCKETS)
+        self._of_ended = {name: self._histogram(name, *form) for name, form in _OF_ENDED.items()}
+        self._ends = dict.fromkeys(FinishReason, 0)
+        ProcessCollector(registry=self._registry)
         self._logged = StatsMsg()
         self._logged_at = time.monotonic()
+
+    def _histogram(self, name: str, help: str, bounds: tuple[float, ...]) -> Histogram:
+        histogram = Histogram("minisgl:" + name, help, ["model_name"], registry=self._registry, buckets=bounds)
+        return histogram.labels(self._model)
 
     def observe_end(self, reason: FinishReason, figures: Mapping[str, float]) -> None:
         """Count a request that has ended. If it ended by itself, observe its `figures`, named as in `_OF_ENDED`."""
@@ -173,12 +156,9 @@ class Metrics:
             sums = {adapter: getattr(served, name) for adapter, served in self._adapters.items()}
             help = f"The sum of {name} over the requests to an adapter that have ended"
             yield self._family(CounterMetricFamily, "lora_" + name, help, sums, "adapter")
-        while_running = (self.time_to_first_token, self.inter_token_latency, self.queue_time)
-        for histogram in (*while_running, *self._of_ended.values()):
-            yield histogram.family(self._model)
         ends = {reason.value: count for reason, count in self._ends.items()}
         yield self._family(CounterMetricFamily, "request_success", "Ended requests", ends, "finished_reason")
-        yield from self._process.collect()
+        yield from self._registry.collect()
 
     def log_throughput(self, stats: StatsMsg) -> None:
         """Log a line every few seconds while tokens are generated; nothing when idle."""

@@ -76,9 +76,9 @@ class TritonLatents(LatentMixer):
     name = "latent, triton"
     captures_decodes = True
 
-    def __init__(self, kind: Latent, spec: MixerSpec, ops: OpTable) -> None:
-        super().__init__(kind, spec, ops)
-        device = torch.device(spec.device_type)
+    def __init__(self, spec: MixerSpec[Latent], ops: OpTable) -> None:
+        super().__init__(spec, ops)
+        kind, device = spec.kind, torch.device(spec.device_type)
         sms, has_room = INTERPRETER_SMS, True
         if not INTERPRETED:
             properties = torch.cuda.get_device_properties(device)
@@ -142,16 +142,16 @@ class TritonLatents(LatentMixer):
 
         Returns int32 [4, sequences]: the row of each, its length, and its tokens.
         """
-        slots, queries = batch.slots, self._chunk.queries
-        ends = np.cumsum(slots["stop"] - slots["start"])
+        sequences, queries = batch.sequences, self._chunk.queries
+        ends = np.cumsum(sequences["stop"] - sequences["start"])
         pieces: list[Ints] = [np.empty((4, 0), np.int32)]
-        for slot, end in zip(slots[batch.shape.decodes :], ends[batch.shape.decodes :].tolist(), strict=True):
-            first = end - int(slot["stop"] - slot["start"])
+        for sequence, end in zip(sequences[batch.shape.decodes :], ends[batch.shape.decodes :].tolist(), strict=True):
+            first = end - int(sequence["stop"] - sequence["start"])
             if first not in whole:
                 starts = np.arange(first, end, queries)
                 stops = np.minimum(starts + queries, end)
                 pieces.append(
-                    np.stack([np.full_like(starts, slot["row"]), slot["stop"] - (end - stops), starts, stops])
+                    np.stack([np.full_like(starts, sequence["row"]), sequence["stop"] - (end - stops), starts, stops])
                 )
         return np.concatenate(pieces, 1).astype(np.int32)
 

@@ -7,11 +7,10 @@ from pathlib import Path
 
 import torch
 
-from minisgl.attention.backend import AttentionSpec, MixerSpec
+from minisgl.attention.backend import Kind, MixerSpec
 from minisgl.checkpoint.embedder import Pooling
 from minisgl.core.params import Adapter
 from minisgl.core.rounding import ceil_div
-from minisgl.core.specs import GroupedQuery
 from minisgl.distributed.info import DistributedInfo
 from minisgl.layers.adapters import AdapterSizes
 from minisgl.models.model_config import ModelConfig
@@ -52,12 +51,7 @@ class EngineSpec:
     def pages_per_row(self) -> int:
         return ceil_div(self.max_seq_len, self.page_size)
 
-    def attention_spec(self, kind: GroupedQuery, device_type: str) -> AttentionSpec:
-        """Return what a backend for layers of this kind is built for."""
+    def mixer_spec(self, kind: Kind, device_type: str) -> MixerSpec[Kind]:
+        """Return what a mixer for layers of this kind is built for."""
         rows = self.max_running_requests + 1
-        return AttentionSpec(device_type, self.dtype, kind, self.page_size, rows, self.max_queries, self.fp8_cache)
-
-    def mixer_spec(self, device_type: str) -> MixerSpec:
-        """Return what other mixers are built for."""
-        rows = self.max_running_requests + 1
-        return MixerSpec(device_type, self.dtype, self.page_size, rows, self.max_queries, self.fp8_cache)
+        return MixerSpec(device_type, self.dtype, kind, self.page_size, rows, self.max_queries, self.fp8_cache)

@@ -117,7 +117,7 @@ class Engine:
         others = self.mover.launch(plan.moves, self._written(plan) if self.tiers else NO_INTS)
         if len(restores := plan.restores):
             self.device.submit(lambda: self._restore(restores), 0.0)
-        if not len(plan.slots):
+        if not len(plan.sequences):
             return ForwardOutput(plan, lambda masks: self.device.submit(lambda: NO_TOKENS, 0.0))
         output = next(r for r in self.runners if r.fits(plan)).launch(plan)
         self.mover.start(others)  # the host need not start these before the step
@@ -134,7 +134,7 @@ class Engine:
         groups = [writes["page"][writes["group"] == group] for group in range(len(self.blocks.pages))]
         units = [self.blocks.units_of(group, pages).ravel() for group, pages in enumerate(groups)]
         units += [self.blocks.units_of(STATE, copies).ravel()] if len(copies) else []
-        return np.concatenate([*units, plan.moves["unit"][: 0 if len(plan.slots) else None]])
+        return np.concatenate([*units, plan.moves["unit"][: 0 if len(plan.sequences) else None]])
 
     def _restore(self, copies: Records) -> torch.Tensor:
         self.parts.store.copy(copies["source"], copies["target"])

@@ -65,7 +65,9 @@ class Checkpoint:
         if draft is not None and asked != config.speculate and draft.model.num_heads % config.tp:
             draft = None  # The ranks cannot divide this head, and the user did not name it.
         drafts = config.num_draft_tokens * (draft is not None or config.speculate not in (None, "off"))
-        model = replace(model, recent=recent_tokens(1 + drafts), has_narrow_state=config.state_dtype == "model")
+        if model.linear is not None:
+            recent, is_narrow = recent_tokens(1 + drafts), config.state_dtype == "model"
+            model = replace(model, linear=replace(model.linear, recent=recent, is_narrow=is_narrow))
         return cls(folder, model, embedder, model.max_position_embeddings, draft)
 
     def page_size(self, config: EngineConfig, device: str) -> int:

@@ -32,11 +32,12 @@ DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch
 
 def make_mixers(spec: EngineSpec, kinds: Sequence[specs.Mixer], device_type: str, ops: OpTable) -> tuple[Mixer, ...]:
     """Return a mixer of each kind. Raises `ConfigError` if no attention backend works."""
-    wanted = [spec.attention_spec(kind, device_type) for kind in kinds if isinstance(kind, GroupedQuery)]
+    wanted = [spec.mixer_spec(kind, device_type) for kind in kinds if isinstance(kind, GroupedQuery)]
     attention = iter(resolve_attention(spec.attention_backend, wanted, ops))
-    others = spec.mixer_spec(device_type)
     return tuple(
-        next(attention) if isinstance(kind, GroupedQuery) else MIXERS.load(type(kind).__name__)(kind, others, ops)
+        next(attention)
+        if isinstance(kind, GroupedQuery)
+        else MIXERS.load(type(kind).__name__)(spec.mixer_spec(kind, device_type), ops)
         for kind in kinds
     )
 

@@ -56,7 +56,7 @@ class Mixer(Protocol):
 
 # Those that are not attention with K and V, by type of `specs.Mixer`. Recurrences have `fold(layers, folds)` besides,
 # for `BatchPlan.folds`.
-MIXERS: Final[Registry[Callable[[Any, MixerSpec, OpTable], Any]]] = Registry("mixer")
+MIXERS: Final[Registry[Callable[[MixerSpec[Any], OpTable], Any]]] = Registry("mixer")
 MIXERS.add("Latent", "minisgl.attention.selection:latent_mixer")
 MIXERS.add("GatedDelta", "minisgl.attention.recurrent:GatedDeltaMixer")
 

@@ -144,7 +144,7 @@ def _model(args: ServerArgs) -> Facts:
         names = ", ".join(adapter.name for adapter in adapters_of(config.lora)) or "those of --lora-dynamic"
         yield "adapters", f"{names}; {room.slots} slots of rank {room.rank}, {room.hosted} in host memory"
     kinds = dict.fromkeys(m.mixer(layer, spec.info) for layer in range(m.num_layers))
-    required = [spec.attention_spec(kind, device) for kind in kinds if isinstance(kind, GroupedQuery)]
+    required = [spec.mixer_spec(kind, device) for kind in kinds if isinstance(kind, GroupedQuery)]
     reasons = {name: [ATTENTION.refusal(name, needs) for needs in required] for name in ATTENTION.names}
     usable = "; ".join(f"{name}: {next(filter(None, found), 'usable')}" for name, found in reasons.items())
     yield "attention", usable if required else "to latents, by kernels of their own"

@@ -24,7 +24,7 @@ from minisgl.core.layout import (
     PROPOSED,
     ROW,
     ROW_STATE,
-    SLOT,
+    SEQUENCE,
     SLOT_ID,
     STATE_LEN,
     Flag,
@@ -108,21 +108,21 @@ MODEL_SPEC: Final[_Fields] = (
 )
 ACTIVATIONS: Final = ("silu", "gelu_tanh", "gelu", "relu2", "clamped", "sigmoid", "softplus")
 STEP_PLAN: Final[_Fields] = (  # the arrays of a `core.BatchPlan`
-    ("const Slot*", "slots"),
+    ("const Sequence*", "sequences"),
     ("const int32_t*", "tokens"),
     ("const PageWrite*", "page_writes"),
     ("const RowState*", "row_states"),
     ("const int32_t*", "histories"),
     ("const Proposal*", "proposals"),
     ("const Copy*", "captures"),
-    ("const int32_t*", "masks"),  # null: the caller samples the slots with masks
-    ("int64_t", "num_slots num_page_writes num_row_states num_history_words num_proposals num_captures"),
+    ("const int32_t*", "masks"),  # null: the caller samples the sequences with masks
+    ("int64_t", "num_sequences num_page_writes num_row_states num_history_words num_proposals num_captures"),
 )
 
 _CTYPES: Final[dict[str, Any]] = {"int64_t": ctypes.c_int64, "double": ctypes.c_double}  # all others are pointers
 _CPP_TYPES: Final = {"i4": "int32_t", "i8": "int64_t", "f4": "float"}
 _RECORDS: Final = {
-    "Slot": SLOT,
+    "Sequence": SEQUENCE,
     "PageWrite": PAGE_WRITE,
     "Row": ROW,
     "RowState": ROW_STATE,

@@ -147,8 +147,8 @@ class Grammars:
 
         Call this before `Rows.advance`.
         """
-        slots = plan.slots[(plan.slots["flags"] & ON_DEVICE) == ON_DEVICE]
-        if (rows.confirmed_len[slots["row"]] <= rows.cached_len[slots["row"]]).any():
+        sequences = plan.sequences[(plan.sequences["flags"] & ON_DEVICE) == ON_DEVICE]
+        if (rows.confirmed_len[sequences["row"]] <= rows.cached_len[sequences["row"]]).any():
             return NO_MASKS
         return self._masks(plan, rows)
 
@@ -182,11 +182,13 @@ class Grammars:
             step.output.sample(masks)
 
     def _masks(self, plan: BatchPlan, rows: Rows) -> Ints:
-        """Return the masks of all that MASKED slots of `plan` sample: after the confirmed text, and after drafts."""
+        """Return the masks of what MASKED sequences of `plan` sample: after the confirmed text, and after drafts."""
         proposals = {int(p["row"]): p for p in plan.proposals}
         masks: list[Ints] = []
         began, count = time.perf_counter(), 0
-        for row, start, stop, flags in plan.slots[(plan.slots["flags"] & SAMPLES_MASKED) == SAMPLES_MASKED].tolist():
+        for row, start, stop, flags in plan.sequences[
+            (plan.sequences["flags"] & SAMPLES_MASKED) == SAMPLES_MASKED
+        ].tolist():
             req = rows.requests[row]
             assert req is not None and req.matcher is not None, f"row {row} has no matcher: {req}"
             masks.append(req.matcher.mask)

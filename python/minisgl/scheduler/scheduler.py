@@ -361,7 +361,7 @@ class Scheduler:
         self.cache.lower_fences()
         drafted = accepted = 0
         if self.drafts is not None and result.confirmed is not None:
-            self.replies.drafted(step.plan.slots, self.rows)
+            self.replies.drafted(step.plan.sequences, self.rows)
             drafted, accepted = self.drafts.collect(self.step_number, step.plan, result)
             self.stats.drafted_tokens += drafted
             self.stats.accepted_tokens += accepted

@@ -131,7 +131,7 @@ class _Engine(SimpleNamespace):
     def launch(self, plan: BatchPlan) -> _Output:
         entry = self.replay.entry
         if checksum(plan) != entry.plan:
-            raise ReplayError(f"step {entry.step} has another plan than in the record: {plan.slots}")
+            raise ReplayError(f"step {entry.step} has another plan than in the record: {plan.sequences}")
         entry.plan = 0
         return _Output(plan, self.replay)
 

@@ -17,12 +17,12 @@ import torch
 from minisgl.core.message import AbortMsg, UserMsg, ids_from_bytes, ids_to_bytes
 from minisgl.core.params import Grammar, SamplingParams
 from minisgl.core.plan import FinishReason
+from minisgl.core.specs import GatedDelta
 from minisgl.device.device import CpuDevice, Device
 from minisgl.engine.engine import Engine
 from minisgl.engine.resolve import resolve
 from minisgl.kvcache import storage, tree
 from minisgl.kvcache.snapshots import IdPool
-from minisgl.models.model_config import LinearConfig
 from minisgl.scheduler.budget import LoadBudget, Pace
 from minisgl.scheduler.check import check_idle
 from minisgl.scheduler.grammars import Grammars
@@ -42,7 +42,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return write_tiny_model(tmp_path_factory.mktemp("tiny"), 128)
 
 
-LINEAR = LinearConfig(key_heads=2, value_heads=4, key_dim=8, value_dim=8, width=3)
+LINEAR = GatedDelta(key_heads=2, value_heads=4, key_dim=8, value_dim=8, width=3)
 Requests = list[tuple[list[int], SamplingParams]]
 
 

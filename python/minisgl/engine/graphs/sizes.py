@@ -21,7 +21,7 @@ LAUNCH_FLOPS: Final = 3.6e11  # of an H200 in 0.6 ms; a host takes 0.4 to 0.8 ms
 # Of tokens to sample; the largest possible number is added.
 TAIL_SIZES: Final = (8, 16, 32, 64, 128, 192, 256, 320, 512, 768, 1024)
 MAX_CHUNKS: Final = 64
-MAX_DRAFTED: Final = 512  # tokens of the slots with DRAFTS in a step with prompts, besides one for each sequence
+MAX_DRAFTED: Final = 512  # tokens of the sequences with DRAFTS in a step with prompts, besides one for each sequence
 
 
 class Size(NamedTuple):

@@ -11,7 +11,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from minisgl.core.layout import NO_SLOTS, Flag
+from minisgl.core.layout import NO_SEQUENCES, Flag
 from minisgl.core.plan import BatchPlan
 from minisgl.engine.batch import make_batch
 from minisgl.engine.draft_model import DraftModel
@@ -111,12 +111,12 @@ class CapturedRunner:
 
     def _choose(self, plan: BatchPlan) -> _Captured | None:
         """The smallest graph that fits a plan, if any; those without prompts are the first."""
-        slots = plan.slots
-        flags = slots["flags"]
+        sequences = plan.sequences
+        flags = sequences["flags"]
         is_chunk = (flags & Flag.FROM_DEVICE) == 0
         chunks, samples = int(np.count_nonzero(is_chunk)), len(plan.sampled_flags)
-        tokens = int((slots["stop"] - slots["start"]).sum())
-        if chunks and ((flags & Flag.PROMPT_LOGPROBS).any() or slots["stop"][is_chunk].max() > MAX_CONTEXT):
+        tokens = int((sequences["stop"] - sequences["start"]).sum())
+        if chunks and ((flags & Flag.PROMPT_LOGPROBS).any() or sequences["stop"][is_chunk].max() > MAX_CONTEXT):
             return None
         if len(plan.page_writes) > MAX_PAGE_WRITES or len(plan.row_states) > MAX_ROW_STATES:
             return None
@@ -180,7 +180,7 @@ class CapturedRunner:
         counts = (size.samples,) if size.is_plain else self._counts
         columns = next(count for count in counts if count >= size.samples)
         batch, out_loc = self._io.batch(size)
-        self._io.write(BatchPlan(0, NO_SLOTS), size, columns)  # for the run before the capture
+        self._io.write(BatchPlan(0, NO_SEQUENCES), size, columns)  # for the run before the capture
 
         def forward() -> Tensor | None:
             self._io.prepare(size, columns)

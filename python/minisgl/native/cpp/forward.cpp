@@ -64,7 +64,7 @@ class Decoder : public Model {
         int64_t expert, row;
         float weight;
     };
-    struct Piece {  // tokens of a slot that go through the layers together
+    struct Piece {  // tokens of a sequence that go through the layers together
         int64_t row, start, stop, flags;
     };
     struct Sample {  // a token that is sampled, and the position that it will have
@@ -118,18 +118,18 @@ class Decoder : public Model {
         apply(plan);
         sampled_.clear(), captures_ = plan.captures, num_captures_ = plan.num_captures;
         const int32_t* ids = plan.tokens;
-        for (int64_t i = 0; i < plan.num_slots; ++i) {
-            const Slot& slot = plan.slots[i];
-            const int64_t count = slot.stop - slot.start;
-            if (slot.flags & kDrafts) {
-                int32_t own[1 + kMaxDrafts] = {s_.last_token[slot.row]};
-                std::copy_n(drafts(slot.row), count - 1, own + 1);
-                const int64_t start = s_.lengths[slot.row] - 1;
-                add({slot.row, start, start + count, slot.flags}, own);
-            } else if (slot.flags & kFromDevice) {
-                add({slot.row, slot.start, slot.stop, slot.flags}, &s_.last_token[slot.row]);
+        for (int64_t i = 0; i < plan.num_sequences; ++i) {
+            const Sequence& sequence = plan.sequences[i];
+            const int64_t count = sequence.stop - sequence.start;
+            if (sequence.flags & kDrafts) {
+                int32_t own[1 + kMaxDrafts] = {s_.last_token[sequence.row]};
+                std::copy_n(drafts(sequence.row), count - 1, own + 1);
+                const int64_t start = s_.lengths[sequence.row] - 1;
+                add({sequence.row, start, start + count, sequence.flags}, own);
+            } else if (sequence.flags & kFromDevice) {
+                add({sequence.row, sequence.start, sequence.stop, sequence.flags}, &s_.last_token[sequence.row]);
             } else {
-                add({slot.row, slot.start, slot.stop, slot.flags}, ids);
+                add({sequence.row, sequence.start, sequence.stop, sequence.flags}, ids);
                 ids += count;
             }
         }
@@ -153,36 +153,36 @@ class Decoder : public Model {
 
     void verify(const StepPlan& plan, const int32_t* tokens, const int32_t* finite, int32_t* confirmed,
                 int32_t* ready) override {
-        for (int64_t i = 0, column = 0; i < plan.num_slots; ++i) {
-            const Slot& slot = plan.slots[i];
-            if (!(slot.flags & kSamples)) continue;
-            const int64_t first = column, count = slot.flags & kDrafts ? slot.stop - slot.start : 1;
+        for (int64_t i = 0, column = 0; i < plan.num_sequences; ++i) {
+            const Sequence& sequence = plan.sequences[i];
+            if (!(sequence.flags & kSamples)) continue;
+            const int64_t first = column, count = sequence.flags & kDrafts ? sequence.stop - sequence.start : 1;
             column += count;
-            if (!(slot.flags & kDrafts)) continue;
+            if (!(sequence.flags & kDrafts)) continue;
             int64_t accepted = 0;
-            while (accepted + 1 < count && tokens[first + accepted] == drafts(slot.row)[accepted] && finite[first + accepted])
+            while (accepted + 1 < count && tokens[first + accepted] == drafts(sequence.row)[accepted] && finite[first + accepted])
                 ++accepted;
             std::fill(confirmed + first + accepted + 1, confirmed + column, 0);
-            s_.lengths[slot.row] += (int32_t)accepted + 1;
-            s_.last_token[slot.row] = tokens[first + accepted];
-            ready[first] = drafter_ && !(slot.flags & kMasked) ? kMaxDrafts : 0;
+            s_.lengths[sequence.row] += (int32_t)accepted + 1;
+            s_.last_token[sequence.row] = tokens[first + accepted];
+            ready[first] = drafter_ && !(sequence.flags & kMasked) ? kMaxDrafts : 0;
         }
     }
 
     int64_t draft(const StepPlan& plan, int64_t number) override {
         if (number == 0) target_->apply(plan);
         sampled_.clear();
-        for (int64_t i = 0; i < plan.num_slots; ++i) {
-            const Slot& slot = plan.slots[i];
-            if (!(slot.flags & kDrafts) || slot.stop - slot.start - 1 <= number) continue;
-            if (is_proposed(plan, slot.row)) continue;
-            const int64_t newest = s_.lengths[slot.row] - 1, at = newest + number - ahead_;
-            const int64_t flags = slot.flags & (kSamples | kPenalized | kFiltered);
+        for (int64_t i = 0; i < plan.num_sequences; ++i) {
+            const Sequence& sequence = plan.sequences[i];
+            if (!(sequence.flags & kDrafts) || sequence.stop - sequence.start - 1 <= number) continue;
+            if (is_proposed(plan, sequence.row)) continue;
+            const int64_t newest = s_.lengths[sequence.row] - 1, at = newest + number - ahead_;
+            const int64_t flags = sequence.flags & (kSamples | kPenalized | kFiltered);
             if (number > 0) {
-                add({slot.row, at, at + 1, flags}, drafts(slot.row) + number - 1);
+                add({sequence.row, at, at + 1, flags}, drafts(sequence.row) + number - 1);
                 continue;
             }
-            Backlog& b = backlog(slot.row);
+            Backlog& b = backlog(sequence.row);
             const int64_t known = newest - b.first;
             if (known < 1 || known > (int64_t)b.ids.size()) {  // only in a trial step, which no step came before
                 b.first = newest - 1, b.ids = {0};
@@ -190,7 +190,7 @@ class Decoder : public Model {
             } else {
                 b.ids.resize(known);
             }
-            catch_up(slot.row, s_.last_token[slot.row], flags);
+            catch_up(sequence.row, s_.last_token[sequence.row], flags);
         }
         if (!ids_.empty()) slice();
         std::vector<int32_t> tokens(sampled_.size()), finite(sampled_.size());
@@ -884,7 +884,7 @@ class Decoder : public Model {
     Decoder *target_, *drafter_ = nullptr;  // of a drafter, and of its target
     std::shared_ptr<Pool> threads_;         // a drafter's are its target's
     Pool& pool_;
-    int64_t ahead_;  // the token at which a slot's output is computed, counted from the slot's own
+    int64_t ahead_;  // the token at which a position's output is computed, counted from the position's own
     int64_t query_rows_;  // of an item of attention, at most
     std::vector<AttentionScratch<T>> scratch_;
     std::vector<DeltaScratch> delta_scratch_;
@@ -936,7 +936,7 @@ void* minisgl_create(const ModelSpec* spec) {
 }
 void minisgl_destroy(void* model) { delete static_cast<Model*>(model); }
 
-// tokens, finite [S]; entries of slots that `is_plain` does not hold for are left as they are.
+// tokens, finite [S]; entries of sequences that `is_plain` does not hold for are left as they are.
 void minisgl_step(void* model, const StepPlan* plan, int32_t* tokens, int32_t* finite) {
     static_cast<Model*>(model)->step(*plan, tokens, finite);
 }
@@ -947,8 +947,8 @@ void minisgl_verify(void* model, const StepPlan* plan, const int32_t* tokens, co
                     int32_t* ready) {
     static_cast<Model*>(model)->verify(*plan, tokens, finite, confirmed, ready);
 }
-// Make draft `number` of the step's slots that have so many, and return the number of these slots. The caller samples
-// those with flags that `minisgl_step` does not sample, from the logits.
+// Make draft `number` of the step's sequences that have so many, and return the number of these sequences. The caller
+// samples those with flags that `minisgl_step` does not sample, from the logits.
 int64_t minisgl_draft(void* drafter, const StepPlan* plan, int64_t number) {
     return static_cast<Model*>(drafter)->draft(*plan, number);
 }

@@ -2,7 +2,7 @@
 #pragma once
 #include <cstdint>
 
-constexpr int64_t kLayoutVersion = 1036116795;
+constexpr int64_t kLayoutVersion = 1113201357;
 
 namespace minisgl {
 
@@ -14,10 +14,10 @@ constexpr int kSlotId = 0, kStateLen = 1;
 
 // Records of a plan: 32-bit words, without padding.
 #pragma pack(push, 4)
-struct Slot {
+struct Sequence {
     int32_t row, start, stop, flags;
 };
-static_assert(sizeof(Slot) == 16);
+static_assert(sizeof(Sequence) == 16);
 struct PageWrite {
     int32_t group, row, index, page;
 };
@@ -121,7 +121,7 @@ struct ModelSpec {
     int64_t num_taps;
 };
 struct StepPlan {
-    const Slot *slots;
+    const Sequence *sequences;
     const int32_t *tokens;
     const PageWrite *page_writes;
     const RowState *row_states;
@@ -129,7 +129,7 @@ struct StepPlan {
     const Proposal *proposals;
     const Copy *captures;
     const int32_t *masks;
-    int64_t num_slots, num_page_writes, num_row_states, num_history_words, num_proposals, num_captures;
+    int64_t num_sequences, num_page_writes, num_row_states, num_history_words, num_proposals, num_captures;
 };
 
 }  // namespace minisgl

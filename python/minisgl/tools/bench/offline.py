@@ -155,11 +155,11 @@ def simulated(llm: LLM, guess: Guess) -> Iterator[None]:
     plan, collect = drafts.plan, drafts.collect
 
     def plan_guessed(step: int, running: Any, max_tokens: int) -> Any:
-        if (slots := plan(step, running, max_tokens)) is None:
+        if (planned := plan(step, running, max_tokens)) is None:
             return None
-        found = scheduler.rows.holders(running[slots.counts > 0])
+        found = scheduler.rows.holders(running[planned.counts > 0])
         proposals = [(r.row, scheduler.rows.confirmed_len[r.row], np.resize(guess(r), PROPOSED)) for r in found]
-        return replace(slots, proposals=np.array(proposals, PROPOSAL))
+        return replace(planned, proposals=np.array(proposals, PROPOSAL))
 
     def collect_as_drafted(step: int, done: Any, result: Any) -> Any:
         return collect(step, replace(done, proposals=NO_PROPOSALS), result)

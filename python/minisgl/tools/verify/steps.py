@@ -44,8 +44,8 @@ class Span:
 
 def span_plan(spans: list[Span], page_writes: Sequence[tuple[int, int, int, int]] = ()) -> BatchPlan:
     """Return the plan of a step that computes `spans`. `page_writes` as PAGE_WRITE."""
-    slots = [(s.row, s.start, s.stop, Flag.SAMPLES if s.samples else 0) for s in spans]
-    return trial_plan(slots, np.concatenate([np.array(s.ids, np.int32) for s in spans]), page_writes)
+    sequences = [(s.row, s.start, s.stop, Flag.SAMPLES if s.samples else 0) for s in spans]
+    return trial_plan(sequences, np.concatenate([np.array(s.ids, np.int32) for s in spans]), page_writes)
 
 
 class Stepper:
