@@ -135,6 +135,9 @@ class _Engine(SimpleNamespace):
         entry.plan = 0
         return _Output(plan, self.replay)
 
+    def read_adapter(self, source: str) -> None:
+        pass
+
     def step_costs(self) -> StepCosts | None:
         costs: StepCosts | None = self.costs
         return costs

@@ -194,7 +194,7 @@ class ReferenceHead:
         for i in LAYERS:
             model = parts.model.model
             cut = LlamaModel(model.embed_tokens, model.layers[: i + 1], model.norm)
-            x, residual = cut.forward(input_ids, parts.context(batch, out_loc))
+            x, residual, _ = cut.forward(input_ids, parts.context(batch, out_loc))
             states.append(x + residual)
         joined, fc = torch.cat(states, 1), self.weights["fc.weight"]
         if not self.rounds:

@@ -136,7 +136,7 @@ def test_a_compiler_bug_fails_one_request_only(monkeypatch: pytest.MonkeyPatch) 
     h = Harness(FakeEngine(vocab=101), 1)
     uid, other = h.add([1, 2, 3], 20, **grammar("3 99")), h.add([1, 2], 5)
     h.finish_all()
-    assert h.errors[uid] == "compiling the grammar failed: oh"
+    assert h.errors[uid] == "preparing the request failed: oh"
     assert h.endings[other] is not FinishReason.ERROR
 
 
