@@ -22,7 +22,6 @@ from minisgl.kernels.triton import adapters, ops
 from minisgl.ops import adapters as reference_adapters
 from minisgl.ops import reference
 from minisgl.ops.adapters import AdapterWeights, ModuleRows
-from minisgl.ops.deferred import finished
 
 SLOTS = 8
 MODULES = {"qkv": (4 / 6, 5 / 6, 1.0), "o": (1.0,), "gate_up": (0.5, 1.0), "down": (1.0,)}  # the ends of their rows
@@ -40,7 +39,7 @@ def adapter_weights(name: str, n_rows: int, n_in: int, rank: int) -> AdapterWeig
 
 
 def with_adapters(x: Tensor, weight: Tensor, added: AdapterWeights, slots: Tensor, gate: str) -> Tensor:
-    return adapters.add_adapters(finished(ops.linear(x, weight)), x, slots, added, gate)
+    return adapters.adapted_linear(ops.linear, x, weight, None, gate, slots, added)
 
 
 def other_splits(call: Callable[[], Tensor]) -> str:

@@ -92,10 +92,13 @@ def test_adapters(ops: OpTable, dtype: torch.dtype, tokens: int, case: tuple[int
     a, shift, b = memory.split([parts * rank * n_in, parts * rank, n_rows * rank], 1)
     rows = tuple(ModuleRows(start, stop, i % parts) for i, (start, stop) in enumerate(pairwise(bounds)))
     weights = AdapterWeights(a.view(slots, -1, n_in), shift, b.view(slots, -1, rank), rows)
-    y, x = torch.randn(tokens, n_rows).to(dtype), torch.randn(tokens, n_in + 16).to(dtype)[:, :n_in]
+    projection, bias = torch.randn(n_rows, n_in).to(dtype) / n_in**0.5, torch.randn(n_rows).to(dtype)
+    x = torch.randn(tokens, n_in + 16).to(dtype)[:, :n_in]
     for choice in (torch.arange(tokens) // 50, torch.arange(tokens) * 7 + 3, torch.zeros(tokens)):
         chosen = (choice % (slots + 1)).int()
-        got, want = (run(y.clone(), x, chosen, weights, gate) for run in (ops.add_adapters, adapters.add_adapters))
+        given = x, projection, bias, gate, chosen, weights
+        got = ops.adapted_linear(ops.linear, *given)
+        want = adapters.adapted_linear(reference.linear, *given)
         assert got.dtype == dtype and (chosen == 2).equal(want.isnan().any(1))
         assert_close(got, want, rtol=2 * RTOL[dtype], atol=2 * RTOL[dtype], equal_nan=True)
 

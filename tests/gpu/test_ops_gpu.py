@@ -121,13 +121,15 @@ def test_adapters(case: tuple[int, int, str, tuple[int, ...]], dtype: torch.dtyp
     weights = AdapterWeights(a.view(slots, inner, n_in) / n_in**0.5, shift, b.view(slots, n_rows, rank), rows)
     exact = AdapterWeights(weights.a.double(), shift.double(), weights.b.double(), rows)
     for tokens in (1, 2, 8, 64, 300, 2048):
-        y, x = randn(tokens, n_rows, dtype=dtype), randn(tokens, n_in + 64, dtype=dtype)[:, :n_in]
+        projection = randn(n_rows, n_in, dtype=dtype) / n_in**0.5
+        x = randn(tokens, n_in + 64, dtype=dtype)[:, :n_in]
         order = torch.arange(tokens, device="cuda")
         for chosen in (order // 50 % 2 * 3, order * 7 % 8 + 1, order % (slots + 1)):
-            got = OPS.add_adapters(y.clone(), x, chosen.int(), weights, gate)
-            near(got, adapters.add_adapters(y.double(), x.double(), chosen.int(), exact, gate))
+            got = OPS.adapted_linear(OPS.linear, x, projection, None, gate, chosen.int(), weights)
+            given = x.double(), projection.double(), None, gate, chosen.int(), exact
+            near(got, adapters.adapted_linear(reference.linear, *given))
             alone = torch.where(order == tokens - 1, chosen, 0).int()
-            assert torch.equal(got[-1], OPS.add_adapters(y.clone(), x, alone, weights, gate)[-1])
+            assert torch.equal(got[-1], OPS.adapted_linear(OPS.linear, x, projection, None, gate, alone, weights)[-1])
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32, torch.float16], ids=str)

@@ -179,7 +179,7 @@ class Linear:
         if isinstance(in_features, Shard) and builder.info.rank != 0:
             self.bias = None
         self.adapted = None if is_fixed else builder.adapt(parts, in_features, order)
-        self._add_adapters = builder.ops.add_adapters
+        self._adapted_linear = builder.ops.adapted_linear
         self._linear = builder.ops.linear
         self._add_norm_linear = builder.ops.add_norm_linear
         self._is_alone = builder.info.size == 1
@@ -188,9 +188,7 @@ class Linear:
         """Project x [T, in_features] -> [T, sum of parts]; `gate` is as in `after_sum_norm`, `adapters` in `Stream`."""
         if adapters is None or self.adapted is None:
             return self._linear(x, self.weight, self.bias, gate)
-        x = finished(x)
-        out = finished(self._linear(x, self.weight, self.bias, ""))
-        return self._add_adapters(out, x, adapters, self.adapted.weights, gate)
+        return self._adapted_linear(self._linear, x, self.weight, self.bias, gate, adapters, self.adapted.weights)
 
     def after_sum_norm(self, stream: Stream, norm: Norm | None, gate: str = "") -> tuple[Result, Result]:
         """Return (projection of norm(total), total) for the hidden states `total`; may overwrite the stream.

@@ -19,10 +19,16 @@ from typing import TYPE_CHECKING, NamedTuple
 import torch
 from torch.nn import functional as F
 
+from minisgl.ops.deferred import finished
 from minisgl.ops.reference import gate_and_mul
 
 if TYPE_CHECKING:
+    from collections.abc import Callable
+
     from torch import Tensor
+
+    from minisgl.ops.deferred import Result
+    from minisgl.ops.quantized import Quantized
 
 
 class ModuleRows(NamedTuple):
@@ -65,3 +71,17 @@ def add_adapters(y: Tensor, x: Tensor, slots: Tensor, weights: AdapterWeights, g
         parts = [F.linear(inner[:, p * rank : (p + 1) * rank], b[start:stop]) for start, stop, p in weights.rows]
         y[at] += torch.cat(parts, 1)
     return gate_and_mul(y, gate) if gate else y
+
+
+def adapted_linear(
+    linear: Callable[..., Result],
+    x: Result,
+    weight: Tensor | Quantized,
+    bias: Tensor | None,
+    gate: str,
+    slots: Tensor,
+    weights: AdapterWeights,
+) -> Tensor:
+    """Return `reference.linear` of x [T, K] with what the adapters add; `linear` is the table's own op for it."""
+    x = finished(x)
+    return add_adapters(finished(linear(x, weight, bias)), x, slots, weights, gate)

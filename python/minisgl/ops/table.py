@@ -29,7 +29,7 @@ class OpTable:
     rms_norm: Callable[..., Tensor] = reference.rms_norm
     add_rms_norm: Callable[[Tensor, Tensor, Tensor, float], tuple[Tensor, Tensor]] = reference.add_rms_norm
     add_norm_linear: Callable[..., tuple[Result, Result]] = reference.add_norm_linear
-    add_adapters: Callable[..., Tensor] = adapters.add_adapters
+    adapted_linear: Callable[..., Result] = adapters.adapted_linear
     moe: Callable[[Tensor, Tensor, reference.Experts], Tensor] = reference.moe
     norm_rope_store: Callable[..., Tensor] = reference.norm_rope_store
     paged_attention: Callable[..., Tensor] = reference.paged_attention

@@ -9,6 +9,7 @@ of its own. So a token's bits do not depend on the others, and a slot with NaN h
 from __future__ import annotations
 
 import math
+from collections.abc import Callable
 from functools import cache, lru_cache
 from itertools import pairwise
 from typing import Final
@@ -22,8 +23,10 @@ from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 from minisgl.core.rounding import ceil_div
 from minisgl.kernels.triton.epilogue import gated
 from minisgl.kernels.triton.launch import MAX_CHAINED, pdl_options
-from minisgl.kernels.triton.linear import NUM_SMS
+from minisgl.kernels.triton.linear import NUM_SMS, gemv
 from minisgl.ops.adapters import AdapterWeights, ModuleRows
+from minisgl.ops.deferred import Result, finished
+from minisgl.ops.quantized import Quantized
 
 MAX_GROUP: Final = 8
 MAX_SPLITS: Final = 32
@@ -208,6 +211,22 @@ def _tiles(rows: tuple[ModuleRows, ...], block_n: int, is_gated: bool, device: t
         for first in range(begin, end, block_n)
     ]
     return torch.tensor(tiles, dtype=torch.int32, device=device), math.gcd(16, *bounds)
+
+
+def adapted_linear(
+    linear: Callable[..., Result],
+    x: Result,
+    weight: Tensor | Quantized,
+    bias: Tensor | None,
+    gate: str,
+    slots: Tensor,
+    weights: AdapterWeights,
+) -> Tensor:
+    """`adapters.adapted_linear`; of one row by the kernel of the projection, unless the weight is quantized."""
+    x = finished(x)
+    if len(x) == 1 and not isinstance(weight, Quantized):
+        return gemv(x.contiguous(), weight, bias, gate=gate, slot=slots, adapters=weights)[0]
+    return add_adapters(finished(linear(x, weight, bias)), x, slots, weights, gate)
 
 
 def add_adapters(y: Tensor, x: Tensor, slots: Tensor, weights: AdapterWeights, gate: str = "") -> Tensor:

@@ -6,7 +6,7 @@ an H200 (`benchmark/kernels/ops.py --all`, 2026-11-21); its floors are bytes of 
 
 from __future__ import annotations
 
-from functools import lru_cache
+from functools import cache, lru_cache
 from typing import Final, NamedTuple
 
 import torch
@@ -17,9 +17,10 @@ from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
 from minisgl.kernels.triton.epilogue import gated
 from minisgl.kernels.triton.gemm import GemmConfig
-from minisgl.kernels.triton.launch import pdl_options
+from minisgl.kernels.triton.launch import counters, pdl_options
 from minisgl.kernels.triton.norm import add_rms_norm, rms_norm
 from minisgl.kernels.triton.product import Norm
+from minisgl.ops.adapters import AdapterWeights, ModuleRows
 from minisgl.ops.deferred import finished
 
 MAX_GEMM_ROWS: Final = 64
@@ -50,10 +51,25 @@ def read_x(
 
 
 @triton.jit
+def _store_inner(inner_ptr, shift_ptr, offs_n, inner, n_inner):
+    mask = offs_n < n_inner
+    tl.store(inner_ptr + offs_n, inner + tl.load(shift_ptr + offs_n, mask=mask, other=0.0).to(tl.float32), mask=mask)
+
+
+@triton.jit
+def _expanded(inner_ptr, column, b, mask, ranks):
+    """b inner of an adapter, for rows whose module's ranks begin at `column`; of L2, which other SMs have written."""
+    inner = tl.load(inner_ptr + column[:, None] + ranks, mask=mask, other=0.0, cache_modifier=".cg")
+    return tl.sum(b.to(tl.float32) * inner, 1)
+
+
+@triton.jit
 def _gemv(
     x_ptr, residual_ptr, total_ptr, norm_weight_ptr, weight_ptr, bias_ptr, out_ptr, n_out, n_in, eps,
+    slot_ptr, a_ptr, shift_ptr, b_ptr, columns_ptr, inner_ptr, counter_ptr, n_inner, stride_a, stride_shift, stride_b,
     BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr, NUM_BLOCKS_K: tl.constexpr, HAS_NORM: tl.constexpr,
     HAS_RESIDUAL: tl.constexpr, GATE: tl.constexpr, HAS_BIAS: tl.constexpr, PDL: tl.constexpr,
+    RANK: tl.constexpr, BLOCK_R: tl.constexpr,
 ):  # fmt: skip
     """out[N] = f(x)[K] weight[N, K]^T; grid (N / BLOCK_N). The weights go straight to registers.
 
@@ -61,16 +77,40 @@ def _gemv(
     programs may not have read `residual` yet. HAS_NORM: RMS norm of x; the result is multiplied by its scale, so one
     pass over x is enough. GATE: weight is [2N, K], gate before up, and out is one of `reference.GATES` of both; "" is a
     plain GEMV. K <= BLOCK_K * NUM_BLOCKS_K.
+
+    With a RANK, `ops/adapters.py` follows, for the slot of the row. The first programs, which are the first to run,
+    compute `inner` [n_inner] as a GEMV with `a`. All others wait for them once they have their own products.
     """
-    offs_n = tl.program_id(0) * BLOCK_N + tl.arange(0, BLOCK_N)
+    program = tl.program_id(0)
+    if RANK:
+        slot = tl.load(slot_ptr)  # may be read before `gdc_wait`: see `norm.py: _embedding`
+        at = tl.maximum(slot - 1, 0).to(tl.int64)
+        shrinks = tl.cdiv(n_inner, BLOCK_N)
+        is_shrink = program < shrinks
+        program = tl.where(is_shrink, program, program - shrinks)
+        weight_ptr = tl.where(is_shrink, a_ptr + at * stride_a, weight_ptr)
+        n_rows = tl.where(is_shrink, n_inner, n_out)
+    else:
+        n_rows = n_out
+    offs_n = program * BLOCK_N + tl.arange(0, BLOCK_N)
     first_k = tl.arange(0, BLOCK_K)
-    weight_ptrs = weight_ptr + tl.minimum(offs_n, n_out - 1).to(tl.int64)[:, None] * n_in
-    up_ptrs = weight_ptrs + n_in.to(tl.int64) * n_out  # n_out may be a constant 1
+    weight_ptrs = weight_ptr + tl.minimum(offs_n, n_rows - 1).to(tl.int64)[:, None] * n_in
+    up_ptrs = weight_ptrs + n_in.to(tl.int64) * n_rows  # n_out may be a constant 1
     if PDL:
         gdc_launch_dependents()
         first = tl.load(weight_ptrs + first_k[None, :], mask=(first_k < n_in)[None, :], other=0.0)
         if GATE != "":
             first_up = tl.load(up_ptrs + first_k[None, :], mask=(first_k < n_in)[None, :], other=0.0)
+    if RANK:
+        ranks = tl.arange(0, BLOCK_R)[None, :]
+        b_mask = (~is_shrink & (slot > 0) & (offs_n < n_out))[:, None] & (ranks < RANK)
+        b_ptrs = b_ptr + at * stride_b + offs_n[:, None] * RANK + ranks
+        b = tl.load(b_ptrs, mask=b_mask, other=0.0)
+        column = tl.load(columns_ptr + offs_n, mask=~is_shrink & (offs_n < n_out), other=0)
+        if GATE != "":
+            b_up = tl.load(b_ptrs + n_out * RANK, mask=b_mask, other=0.0)
+            column_up = tl.load(columns_ptr + n_out + offs_n, mask=~is_shrink & (offs_n < n_out), other=0)
+    if PDL:
         gdc_wait()
     acc = tl.zeros([BLOCK_N, BLOCK_K], tl.float32)
     acc_up = tl.zeros([BLOCK_N, BLOCK_K], tl.float32)
@@ -98,14 +138,32 @@ def _gemv(
     if HAS_NORM:
         scale = tl.rsqrt(tl.sum(squares, 0) / n_in + eps)
         result *= scale
+    if GATE != "":
+        result_up = tl.sum(acc_up, 1) * scale
+    if RANK:
+        if is_shrink:
+            _store_inner(inner_ptr, shift_ptr + at * stride_shift, offs_n, result, n_inner)
+            if GATE != "":
+                _store_inner(inner_ptr + n_inner, shift_ptr + at * stride_shift + n_inner, offs_n, result_up, n_inner)
+            tl.debug_barrier()
+            tl.atomic_add(counter_ptr, 1, sem="release")
+            return
+        while tl.load(counter_ptr, volatile=True) < shrinks:
+            pass
+        result += _expanded(inner_ptr, column, b, b_mask, ranks)
+        if GATE != "":
+            result_up += _expanded(inner_ptr, column_up, b_up, b_mask, ranks)
     if HAS_BIAS:
         result += tl.load(bias_ptr + offs_n, mask=offs_n < n_out, other=0.0).to(tl.float32)
     if GATE != "":
-        result_up = tl.sum(acc_up, 1) * scale
         if HAS_BIAS:
             result_up += tl.load(bias_ptr + n_out + offs_n, mask=offs_n < n_out, other=0.0).to(tl.float32)
         result = gated(result, result_up, GATE)
     tl.store(out_ptr + offs_n, result.to(out_ptr.dtype.element_ty), mask=offs_n < n_out)
+    if RANK:
+        last = tl.num_programs(0) - 1
+        if tl.atomic_add(counter_ptr, 1, sem="relaxed") == last:
+            tl.store(counter_ptr, 0)
 
 
 class GemvConfig(NamedTuple):
@@ -127,6 +185,13 @@ def gemv_config(n_out: int, n_in: int) -> GemvConfig:
     return GemvConfig(block_n, block_k, max(1, min(4, block_n * block_k // 256)))
 
 
+@cache
+def _columns(rows: tuple[ModuleRows, ...], rank: int, device: torch.device) -> Tensor:
+    """Return where the ranks of each row's module begin; the first call, which is not captured, creates it."""
+    columns = [r.module * rank for r in rows for _ in range(r.start, r.stop)]
+    return torch.tensor(columns, dtype=torch.int32, device=device)
+
+
 def gemv(
     x: Tensor,
     weight: Tensor,
@@ -137,21 +202,34 @@ def gemv(
     eps: float = 0.0,
     gate: str = "",
     config: GemvConfig | None = None,
+    slot: Tensor | None = None,
+    adapters: AdapterWeights | None = None,
 ) -> tuple[Tensor, Tensor]:
     """x [1, K] -> (out [1, N], x + residual [1, K], or x itself without a residual).
 
-    weight [N or 2N, K] in the dtype of x.
+    weight [N or 2N, K] in the dtype of x. With `adapters`, `slot` [1] int32 is that of the row.
     """
-    n_out, n_in = weight.shape[0] // (2 if gate else 1), weight.shape[1]
+    halves = 2 if gate else 1
+    n_out, n_in = weight.shape[0] // halves, weight.shape[1]
     out = empty((1, n_out), dtype=x.dtype, device=x.device)
     total = x if residual is None else empty_like(x)
     block_n, block_k, num_warps = config or gemv_config(n_out, n_in)
-    _gemv[(triton.cdiv(n_out, block_n),)](
+    added: tuple[Tensor | int, ...] = (x, x, x, x, x, x, x, 1, 1, 1, 1)
+    programs, rank = triton.cdiv(n_out, block_n), 0
+    if adapters is not None:
+        assert slot is not None, "the row has no slot"
+        (a, shift, b), rank = (adapters.a, adapters.shift, adapters.b), adapters.rank
+        columns, counter = _columns(adapters.rows, rank, x.device), counters(x.device)
+        inner, n_inner = empty(a.shape[1], dtype=torch.float32, device=x.device), a.shape[1] // halves
+        strides = a.stride(0), shift.stride(0), b.stride(0)
+        added = (slot, a, shift, b, columns, inner, counter, n_inner, *strides)
+        programs += triton.cdiv(n_inner, block_n)
+    _gemv[(programs,)](
         x, x if residual is None else residual, total, x if norm_weight is None else norm_weight,
-        weight, out if bias is None else bias, out, n_out, n_in, eps,
+        weight, out if bias is None else bias, out, n_out, n_in, eps, *added,
         BLOCK_N=block_n, BLOCK_K=block_k, NUM_BLOCKS_K=triton.cdiv(n_in, block_k), HAS_NORM=norm_weight is not None,
-        HAS_RESIDUAL=residual is not None, GATE=gate, HAS_BIAS=bias is not None, num_warps=num_warps,
-        **pdl_options(x.device),
+        HAS_RESIDUAL=residual is not None, GATE=gate, HAS_BIAS=bias is not None,
+        RANK=rank, BLOCK_R=triton.next_power_of_2(max(1, rank)), num_warps=num_warps, **pdl_options(x.device),
     )  # fmt: skip
     return out, total
 
