@@ -28,6 +28,7 @@ from minisgl.ops.adapters import AdapterWeights, ModuleRows
 from minisgl.ops.deferred import Result, finished
 from minisgl.ops.quantized import Quantized
 
+MAX_GEMV_RANKS: Final = 256  # of all modules
 MAX_GROUP: Final = 8
 MAX_SPLITS: Final = 32
 MIN_LENGTH: Final = 256  # inputs of a split: an expand reads as many bytes of sums as there are splits
@@ -224,7 +225,7 @@ def adapted_linear(
 ) -> Tensor:
     """`adapters.adapted_linear`; of one row by the kernel of the projection, unless the weight is quantized."""
     x = finished(x)
-    if len(x) == 1 and not isinstance(weight, Quantized):
+    if len(x) == 1 and not isinstance(weight, Quantized) and weights.a.shape[1] <= MAX_GEMV_RANKS:
         return gemv(x.contiguous(), weight, bias, gate=gate, slot=slots, adapters=weights)[0]
     return add_adapters(finished(linear(x, weight, bias)), x, slots, weights, gate)
 

@@ -635,7 +635,8 @@ def _chunks(
     _prepare[(heads, blocks)](
         ba, weights.a_log, weights.dt_bias, cu_query_lens, qk, w, p, total, out, ba.stride(0), num_seqs,
         **_without(sizes, "R", "WIDTH"), SEQUENCES=sequences,
-        **({"num_warps": 8} if is_wide or dk > 128 else {"maxnreg": 168}),  # the latter lets three run on an SM
+        # The latter lets three run on an SM. With less than 64, Triton 3.6 makes accesses out of bounds of it.
+        **({"num_warps": 8} if is_wide or not 64 <= dk <= 128 else {"maxnreg": 168}),
     )  # fmt: skip
     # Wide parts if they fill the GPU; two on an SM then hide each other's loads, else the next block's loads are early.
     are_many = num_seqs * heads * dv >= 2 * SMS * 64 and not is_wide

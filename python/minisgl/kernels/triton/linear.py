@@ -17,7 +17,7 @@ from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
 from minisgl.kernels.triton.epilogue import gated
 from minisgl.kernels.triton.gemm import GemmConfig
-from minisgl.kernels.triton.launch import counters, pdl_options
+from minisgl.kernels.triton.launch import COUNTERS, counters, pdl_options
 from minisgl.kernels.triton.norm import add_rms_norm, rms_norm
 from minisgl.kernels.triton.product import Norm
 from minisgl.ops.adapters import AdapterWeights, ModuleRows
@@ -25,6 +25,7 @@ from minisgl.ops.deferred import finished
 
 MAX_GEMM_ROWS: Final = 64
 NUM_SMS: Final = 132  # of an H100 or H200
+NOT_READY: Final = tl.constexpr(-1)
 FULL_WAVE: Final = 88  # programs of `gemm`: fewer leave too many SMs idle for a large K
 
 
@@ -51,25 +52,42 @@ def read_x(
 
 
 @triton.jit
-def _store_inner(inner_ptr, shift_ptr, offs_n, inner, n_inner):
-    mask = offs_n < n_inner
-    tl.store(inner_ptr + offs_n, inner + tl.load(shift_ptr + offs_n, mask=mask, other=0.0).to(tl.float32), mask=mask)
+def _shrink_part(
+    x_ptr, slot_ptr, a_ptr, shift_ptr, inner_ptr, program, n_inner, n_in, stride_a, stride_shift,
+    BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr, NUM_BLOCKS_K: tl.constexpr, PDL: tl.constexpr,
+):  # fmt: skip
+    """inner[part] = a x over BLOCK_K inputs, of BLOCK_N ranks; the first part includes the shift."""
+    part, offs_r = program % NUM_BLOCKS_K, program // NUM_BLOCKS_K * BLOCK_N + tl.arange(0, BLOCK_N)
+    offs_k = part * BLOCK_K + tl.arange(0, BLOCK_K)
+    slot = tl.load(slot_ptr)  # `norm.py: _embedding` lets slots be read before the wait
+    is_rank, at = (slot > 0) & (offs_r < n_inner), (slot - 1).to(tl.int64)
+    a_ptrs = a_ptr + at * stride_a + offs_r.to(tl.int64)[:, None] * n_in + offs_k[None, :]
+    a = tl.load(a_ptrs, mask=is_rank[:, None] & (offs_k < n_in)[None, :], other=0.0)
+    shift = tl.load(shift_ptr + at * stride_shift + offs_r, mask=is_rank & (part == 0), other=0.0)
+    if PDL:
+        gdc_wait()
+    x = tl.load(x_ptr + offs_k, mask=offs_k < n_in, other=0.0).to(tl.float32)
+    inner = tl.sum(a.to(tl.float32) * x[None, :], 1) + shift.to(tl.float32)
+    tl.store(inner_ptr + part * n_inner + offs_r, inner.to(tl.int32, bitcast=True), mask=is_rank)
 
 
 @triton.jit
-def _expanded(inner_ptr, column, b, mask, ranks):
-    """b inner of an adapter, for rows whose module's ranks begin at `column`; of L2, which other SMs have written."""
-    inner = tl.load(inner_ptr + column[:, None] + ranks, mask=mask, other=0.0, cache_modifier=".cg")
-    return tl.sum(b.to(tl.float32) * inner, 1)
+def _expanded(inner_ptrs, mask, b):
+    """b inner, once all parts of `inner` are there: a sum is never NOT_READY, since NaN has other bits."""
+    inner = tl.load(inner_ptrs, mask=mask, other=0, volatile=True)
+    while tl.max(tl.max((inner == NOT_READY).to(tl.int32), 1), 0) > 0:
+        tl.inline_asm_elementwise("nanosleep.u32 100; mov.b32 $0, 0;", "=r,r", [0], tl.int32, False, 1)
+        inner = tl.load(inner_ptrs, mask=mask, other=0, volatile=True)
+    return tl.sum(b.to(tl.float32) * inner.to(tl.float32, bitcast=True), 1)
 
 
 @triton.jit
 def _gemv(
     x_ptr, residual_ptr, total_ptr, norm_weight_ptr, weight_ptr, bias_ptr, out_ptr, n_out, n_in, eps,
-    slot_ptr, a_ptr, shift_ptr, b_ptr, columns_ptr, inner_ptr, counter_ptr, n_inner, stride_a, stride_shift, stride_b,
+    slot_ptr, a_ptr, shift_ptr, b_ptr, columns_ptr, inner_ptr, count_ptr, n_inner, stride_a, stride_shift, stride_b,
     BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr, NUM_BLOCKS_K: tl.constexpr, HAS_NORM: tl.constexpr,
     HAS_RESIDUAL: tl.constexpr, GATE: tl.constexpr, HAS_BIAS: tl.constexpr, PDL: tl.constexpr,
-    RANK: tl.constexpr, BLOCK_R: tl.constexpr,
+    RANK: tl.constexpr, BLOCK_R: tl.constexpr, PARTS: tl.constexpr,
 ):  # fmt: skip
     """out[N] = f(x)[K] weight[N, K]^T; grid (N / BLOCK_N). The weights go straight to registers.
 
@@ -78,38 +96,42 @@ def _gemv(
     pass over x is enough. GATE: weight is [2N, K], gate before up, and out is one of `reference.GATES` of both; "" is a
     plain GEMV. K <= BLOCK_K * NUM_BLOCKS_K.
 
-    With a RANK, `ops/adapters.py` follows, for the slot of the row. The first programs, which are the first to run,
-    compute `inner` [n_inner] as a GEMV with `a`. All others wait for them once they have their own products.
+    With a RANK, `ops/adapters.py` follows, without a norm. The first programs, which are the first to run, compute
+    `inner` [NUM_BLOCKS_K, n_inner], which is NOT_READY between kernels. All others add b inner to their own products,
+    which take them longer. The last one resets it.
     """
     program = tl.program_id(0)
     if RANK:
-        slot = tl.load(slot_ptr)  # may be read before `gdc_wait`: see `norm.py: _embedding`
-        at = tl.maximum(slot - 1, 0).to(tl.int64)
-        shrinks = tl.cdiv(n_inner, BLOCK_N)
-        is_shrink = program < shrinks
-        program = tl.where(is_shrink, program, program - shrinks)
-        weight_ptr = tl.where(is_shrink, a_ptr + at * stride_a, weight_ptr)
-        n_rows = tl.where(is_shrink, n_inner, n_out)
-    else:
-        n_rows = n_out
+        shrinks = tl.cdiv(n_inner, BLOCK_N) * NUM_BLOCKS_K
+        if program < shrinks:
+            if PDL:
+                gdc_launch_dependents()
+            _shrink_part(
+                x_ptr, slot_ptr, a_ptr, shift_ptr, inner_ptr, program, n_inner, n_in, stride_a, stride_shift,
+                BLOCK_N, BLOCK_K, NUM_BLOCKS_K, PDL,
+            )  # fmt: skip
+            return
+        program -= shrinks
     offs_n = program * BLOCK_N + tl.arange(0, BLOCK_N)
     first_k = tl.arange(0, BLOCK_K)
-    weight_ptrs = weight_ptr + tl.minimum(offs_n, n_rows - 1).to(tl.int64)[:, None] * n_in
-    up_ptrs = weight_ptrs + n_in.to(tl.int64) * n_rows  # n_out may be a constant 1
+    weight_ptrs = weight_ptr + tl.minimum(offs_n, n_out - 1).to(tl.int64)[:, None] * n_in
+    up_ptrs = weight_ptrs + n_in.to(tl.int64) * n_out  # n_out may be a constant 1
     if PDL:
         gdc_launch_dependents()
         first = tl.load(weight_ptrs + first_k[None, :], mask=(first_k < n_in)[None, :], other=0.0)
         if GATE != "":
             first_up = tl.load(up_ptrs + first_k[None, :], mask=(first_k < n_in)[None, :], other=0.0)
     if RANK:
-        ranks = tl.arange(0, BLOCK_R)[None, :]
-        b_mask = (~is_shrink & (slot > 0) & (offs_n < n_out))[:, None] & (ranks < RANK)
-        b_ptrs = b_ptr + at * stride_b + offs_n[:, None] * RANK + ranks
-        b = tl.load(b_ptrs, mask=b_mask, other=0.0)
-        column = tl.load(columns_ptr + offs_n, mask=~is_shrink & (offs_n < n_out), other=0)
+        slot, offs_r = tl.load(slot_ptr), tl.arange(0, PARTS * BLOCK_R)[None, :]
+        part, rank = offs_r // BLOCK_R, offs_r % BLOCK_R
+        is_inner = ((slot > 0) & (offs_n < n_out))[:, None] & (part < NUM_BLOCKS_K) & (rank < RANK)
+        b_ptrs = b_ptr + (slot - 1).to(tl.int64) * stride_b + offs_n.to(tl.int64)[:, None] * RANK + rank
+        b = tl.load(b_ptrs, mask=is_inner, other=0.0)
+        inner_ptrs = inner_ptr + part * n_inner + rank
+        column = tl.load(columns_ptr + offs_n, mask=offs_n < n_out, other=0)[:, None]
         if GATE != "":
-            b_up = tl.load(b_ptrs + n_out * RANK, mask=b_mask, other=0.0)
-            column_up = tl.load(columns_ptr + n_out + offs_n, mask=~is_shrink & (offs_n < n_out), other=0)
+            b_up = tl.load(b_ptrs + n_out.to(tl.int64) * RANK, mask=is_inner, other=0.0)
+            column_up = tl.load(columns_ptr + n_out + offs_n, mask=offs_n < n_out, other=0)[:, None]
     if PDL:
         gdc_wait()
     acc = tl.zeros([BLOCK_N, BLOCK_K], tl.float32)
@@ -141,18 +163,9 @@ def _gemv(
     if GATE != "":
         result_up = tl.sum(acc_up, 1) * scale
     if RANK:
-        if is_shrink:
-            _store_inner(inner_ptr, shift_ptr + at * stride_shift, offs_n, result, n_inner)
-            if GATE != "":
-                _store_inner(inner_ptr + n_inner, shift_ptr + at * stride_shift + n_inner, offs_n, result_up, n_inner)
-            tl.debug_barrier()
-            tl.atomic_add(counter_ptr, 1, sem="release")
-            return
-        while tl.load(counter_ptr, volatile=True) < shrinks:
-            pass
-        result += _expanded(inner_ptr, column, b, b_mask, ranks)
+        result += _expanded(inner_ptrs + column, is_inner, b)
         if GATE != "":
-            result_up += _expanded(inner_ptr, column_up, b_up, b_mask, ranks)
+            result_up += _expanded(inner_ptrs + column_up, is_inner, b_up)
     if HAS_BIAS:
         result += tl.load(bias_ptr + offs_n, mask=offs_n < n_out, other=0.0).to(tl.float32)
     if GATE != "":
@@ -161,9 +174,12 @@ def _gemv(
         result = gated(result, result_up, GATE)
     tl.store(out_ptr + offs_n, result.to(out_ptr.dtype.element_ty), mask=offs_n < n_out)
     if RANK:
-        last = tl.num_programs(0) - 1
-        if tl.atomic_add(counter_ptr, 1, sem="relaxed") == last:
-            tl.store(counter_ptr, 0)
+        last = tl.num_programs(0) - shrinks - 1
+        if tl.atomic_add(count_ptr, 1, sem="relaxed") == last:
+            tl.store(count_ptr, 0)
+            for start in tl.range(0, NUM_BLOCKS_K * n_inner, BLOCK_K):
+                offs = start + first_k
+                tl.store(inner_ptr + offs, NOT_READY, mask=offs < NUM_BLOCKS_K * n_inner)
 
 
 class GemvConfig(NamedTuple):
@@ -214,22 +230,27 @@ def gemv(
     out = empty((1, n_out), dtype=x.dtype, device=x.device)
     total = x if residual is None else empty_like(x)
     block_n, block_k, num_warps = config or gemv_config(n_out, n_in)
+    parts = triton.cdiv(n_in, block_k)
     added: tuple[Tensor | int, ...] = (x, x, x, x, x, x, x, 1, 1, 1, 1)
     programs, rank = triton.cdiv(n_out, block_n), 0
     if adapters is not None:
-        assert slot is not None, "the row has no slot"
-        (a, shift, b), rank = (adapters.a, adapters.shift, adapters.b), adapters.rank
-        columns, counter = _columns(adapters.rows, rank, x.device), counters(x.device)
-        inner, n_inner = empty(a.shape[1], dtype=torch.float32, device=x.device), a.shape[1] // halves
-        strides = a.stride(0), shift.stride(0), b.stride(0)
-        added = (slot, a, shift, b, columns, inner, counter, n_inner, *strides)
-        programs += triton.cdiv(n_inner, block_n)
+        assert slot is not None and norm_weight is None, "the row has no slot, or a norm"
+        (a, shift, b), rank, n_inner = (adapters.a, adapters.shift, adapters.b), adapters.rank, adapters.a.shape[1]
+        assert n_inner * parts <= COUNTERS, "the ranks are too many"
+        columns, inner, count = (
+            _columns(adapters.rows, rank, x.device),
+            counters(x.device, NOT_READY.value),
+            counters(x.device),
+        )
+        added = (slot, a, shift, b, columns, inner, count, n_inner, a.stride(0), shift.stride(0), b.stride(0))
+        programs += triton.cdiv(n_inner, block_n) * parts
     _gemv[(programs,)](
         x, x if residual is None else residual, total, x if norm_weight is None else norm_weight,
         weight, out if bias is None else bias, out, n_out, n_in, eps, *added,
-        BLOCK_N=block_n, BLOCK_K=block_k, NUM_BLOCKS_K=triton.cdiv(n_in, block_k), HAS_NORM=norm_weight is not None,
-        HAS_RESIDUAL=residual is not None, GATE=gate, HAS_BIAS=bias is not None,
-        RANK=rank, BLOCK_R=triton.next_power_of_2(max(1, rank)), num_warps=num_warps, **pdl_options(x.device),
+        BLOCK_N=block_n, BLOCK_K=block_k, NUM_BLOCKS_K=parts, HAS_NORM=norm_weight is not None,
+        HAS_RESIDUAL=residual is not None, GATE=gate, HAS_BIAS=bias is not None, RANK=rank,
+        BLOCK_R=triton.next_power_of_2(max(1, rank)), PARTS=triton.next_power_of_2(parts), num_warps=num_warps,
+        **pdl_options(x.device),
     )  # fmt: skip
     return out, total
 
