@@ -88,8 +88,8 @@ def test_adapters(ops: OpTable, dtype: torch.dtype, tokens: int, case: tuple[int
     n_in, rank, gate, bounds = case
     slots, n_rows, parts = 20 if tokens == 70 else 3, bounds[-1], 2 if len(bounds) == 5 else len(bounds) - 1
     memory = torch.randn(slots, parts * rank * (n_in + 1) + n_rows * rank).to(dtype) / 8
-    memory[1] = torch.nan
     a, shift, b = memory.split([parts * rank * n_in, parts * rank, n_rows * rank], 1)
+    a[1] = torch.nan
     rows = tuple(ModuleRows(start, stop, i % parts) for i, (start, stop) in enumerate(pairwise(bounds)))
     weights = AdapterWeights(a.view(slots, -1, n_in), shift, b.view(slots, -1, rank), rows)
     projection, bias = torch.randn(n_rows, n_in).to(dtype) / n_in**0.5, torch.randn(n_rows).to(dtype)

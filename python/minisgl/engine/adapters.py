@@ -94,7 +94,12 @@ class AdapterPool:
                 data = self.read(source)[0]
             except ConfigError as e:
                 _log.warning("%s", e)
-                data = torch.full((1,), torch.nan, dtype=self.memory.dtype)
+                data = torch.zeros(self.memory.shape[1:], dtype=self.memory.dtype)
+                for projection, first in zip(self._adapted, self._starts, strict=True):
+                    weights = projection.view(data.unsqueeze(0), first, self.sizes.rank)
+                    assert weights.ranks is not None, "a slot has ranks"
+                    weights.shift.fill_(torch.nan)
+                    weights.ranks.fill_(self.sizes.rank)
             self._loading.append(self._device.copy(partial(self._copy, slot, data), is_load=True, after=()))
 
     def _copy(self, slot: int, data: Tensor) -> None:

@@ -43,7 +43,8 @@ class ModuleRows(NamedTuple):
 class AdapterWeights:
     """What the slots hold of a projection: views of one memory (`engine/adapters.py`), which has a slot's all together.
 
-    Unused ranks are 0. All rows [0, N) are in `rows`, in order.
+    Unused ranks are 0, and all of b is finite: what makes an adapter NaN is NaN in `a` or `shift`. All rows [0, N) are
+    in `rows`, in order.
     """
 
     a: Tensor  # [S, P r, K]

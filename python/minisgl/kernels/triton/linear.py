@@ -25,6 +25,7 @@ from minisgl.ops.deferred import finished
 
 MAX_GEMM_ROWS: Final = 64
 NUM_SMS: Final = 132  # of an H100 or H200
+MAX_PARTS: Final = tl.constexpr(4)  # of the inputs of an adapter
 NOT_READY: Final = tl.constexpr(-1)
 FULL_WAVE: Final = 88  # programs of `gemm`: fewer leave too many SMs idle for a large K
 
@@ -54,27 +55,30 @@ def read_x(
 @triton.jit
 def _shrink_part(
     x_ptr, slot_ptr, a_ptr, shift_ptr, inner_ptr, program, n_inner, n_in, stride_a, stride_shift,
-    BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr, NUM_BLOCKS_K: tl.constexpr, PDL: tl.constexpr,
+    BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr, BLOCKS: tl.constexpr, PARTS: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
-    """inner[part] = a x over BLOCK_K inputs, of BLOCK_N ranks; the first part includes the shift."""
-    part, offs_r = program % NUM_BLOCKS_K, program // NUM_BLOCKS_K * BLOCK_N + tl.arange(0, BLOCK_N)
-    offs_k = part * BLOCK_K + tl.arange(0, BLOCK_K)
+    """inner[part] = a x over BLOCKS blocks of inputs, of BLOCK_N ranks; the first part includes the shift."""
+    part, offs_r = program % PARTS, program // PARTS * BLOCK_N + tl.arange(0, BLOCK_N)
+    first_k = part * BLOCKS * BLOCK_K + tl.arange(0, BLOCK_K)
     slot = tl.load(slot_ptr)  # `norm.py: _embedding` lets slots be read before the wait
     is_rank, at = (slot > 0) & (offs_r < n_inner), (slot - 1).to(tl.int64)
-    a_ptrs = a_ptr + at * stride_a + offs_r.to(tl.int64)[:, None] * n_in + offs_k[None, :]
-    a = tl.load(a_ptrs, mask=is_rank[:, None] & (offs_k < n_in)[None, :], other=0.0)
+    a_ptrs = a_ptr + at * stride_a + offs_r.to(tl.int64)[:, None] * n_in
     shift = tl.load(shift_ptr + at * stride_shift + offs_r, mask=is_rank & (part == 0), other=0.0)
     if PDL:
         gdc_wait()
-    x = tl.load(x_ptr + offs_k, mask=offs_k < n_in, other=0.0).to(tl.float32)
-    inner = tl.sum(a.to(tl.float32) * x[None, :], 1) + shift.to(tl.float32)
+    acc = tl.zeros([BLOCK_N, BLOCK_K], tl.float32)
+    for i in tl.static_range(BLOCKS):
+        offs_k = first_k + i * BLOCK_K
+        a = tl.load(a_ptrs + offs_k[None, :], mask=is_rank[:, None] & (offs_k < n_in)[None, :], other=0.0)
+        x = tl.load(x_ptr + offs_k, mask=offs_k < n_in, other=0.0)
+        acc += a.to(tl.float32) * x.to(tl.float32)[None, :]
+    inner = tl.sum(acc, 1) + shift.to(tl.float32)
     tl.store(inner_ptr + part * n_inner + offs_r, inner.to(tl.int32, bitcast=True), mask=is_rank)
 
 
 @triton.jit
-def _expanded(inner_ptrs, mask, b):
+def _expanded(inner, inner_ptrs, mask, b):
     """b inner, once all parts of `inner` are there: a sum is never NOT_READY, since NaN has other bits."""
-    inner = tl.load(inner_ptrs, mask=mask, other=0, volatile=True)
     while tl.max(tl.max((inner == NOT_READY).to(tl.int32), 1), 0) > 0:
         tl.inline_asm_elementwise("nanosleep.u32 100; mov.b32 $0, 0;", "=r,r", [0], tl.int32, False, 1)
         inner = tl.load(inner_ptrs, mask=mask, other=0, volatile=True)
@@ -87,7 +91,7 @@ def _gemv(
     slot_ptr, a_ptr, shift_ptr, b_ptr, columns_ptr, inner_ptr, count_ptr, n_inner, stride_a, stride_shift, stride_b,
     BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr, NUM_BLOCKS_K: tl.constexpr, HAS_NORM: tl.constexpr,
     HAS_RESIDUAL: tl.constexpr, GATE: tl.constexpr, HAS_BIAS: tl.constexpr, PDL: tl.constexpr,
-    RANK: tl.constexpr, BLOCK_R: tl.constexpr, PARTS: tl.constexpr,
+    RANK: tl.constexpr, BLOCK_R: tl.constexpr, BLOCKS: tl.constexpr, PARTS: tl.constexpr,
 ):  # fmt: skip
     """out[N] = f(x)[K] weight[N, K]^T; grid (N / BLOCK_N). The weights go straight to registers.
 
@@ -97,18 +101,18 @@ def _gemv(
     plain GEMV. K <= BLOCK_K * NUM_BLOCKS_K.
 
     With a RANK, `ops/adapters.py` follows, without a norm. The first programs, which are the first to run, compute
-    `inner` [NUM_BLOCKS_K, n_inner], which is NOT_READY between kernels. All others add b inner to their own products,
-    which take them longer. The last one resets it.
+    `inner` [PARTS, n_inner], which is NOT_READY between kernels. All others read it beside their last weights, and add
+    b inner to their own products, which take them longer. The last one resets it.
     """
     program = tl.program_id(0)
     if RANK:
-        shrinks = tl.cdiv(n_inner, BLOCK_N) * NUM_BLOCKS_K
+        shrinks = tl.cdiv(n_inner, BLOCK_N) * PARTS
         if program < shrinks:
             if PDL:
                 gdc_launch_dependents()
             _shrink_part(
                 x_ptr, slot_ptr, a_ptr, shift_ptr, inner_ptr, program, n_inner, n_in, stride_a, stride_shift,
-                BLOCK_N, BLOCK_K, NUM_BLOCKS_K, PDL,
+                BLOCK_N, BLOCK_K, BLOCKS, PARTS, PDL,
             )  # fmt: skip
             return
         program -= shrinks
@@ -122,15 +126,13 @@ def _gemv(
         if GATE != "":
             first_up = tl.load(up_ptrs + first_k[None, :], mask=(first_k < n_in)[None, :], other=0.0)
     if RANK:
-        slot, offs_r = tl.load(slot_ptr), tl.arange(0, PARTS * BLOCK_R)[None, :]
+        slot, offs_r = tl.load(slot_ptr), tl.arange(0, MAX_PARTS * BLOCK_R)[None, :]
         part, rank = offs_r // BLOCK_R, offs_r % BLOCK_R
-        is_inner = ((slot > 0) & (offs_n < n_out))[:, None] & (part < NUM_BLOCKS_K) & (rank < RANK)
+        is_inner = ((slot > 0) & (offs_n < n_out))[:, None] & (part < PARTS) & (rank < RANK)
         b_ptrs = b_ptr + (slot - 1).to(tl.int64) * stride_b + offs_n.to(tl.int64)[:, None] * RANK + rank
-        b = tl.load(b_ptrs, mask=is_inner, other=0.0)
-        inner_ptrs = inner_ptr + part * n_inner + rank
         column = tl.load(columns_ptr + offs_n, mask=offs_n < n_out, other=0)[:, None]
+        inner_ptrs = inner_ptr + part * n_inner + rank + column
         if GATE != "":
-            b_up = tl.load(b_ptrs + n_out.to(tl.int64) * RANK, mask=is_inner, other=0.0)
             column_up = tl.load(columns_ptr + n_out + offs_n, mask=offs_n < n_out, other=0)[:, None]
     if PDL:
         gdc_wait()
@@ -149,6 +151,12 @@ def _gemv(
                 up = first_up
             else:
                 up = tl.load(up_ptrs + offs_k[None, :], mask=mask[None, :], other=0.0)
+        if RANK and i == NUM_BLOCKS_K - 1:
+            b = tl.load(b_ptrs, mask=is_inner, other=0.0)
+            inner = tl.load(inner_ptrs, mask=is_inner, other=0, volatile=True)
+            if GATE != "":
+                b_up = tl.load(b_ptrs + n_out.to(tl.int64) * RANK, mask=is_inner, other=0.0)
+                inner_up = tl.load(inner_ptrs + column_up - column, mask=is_inner, other=0, volatile=True)
         x, squares = read_x(
             x_ptr, residual_ptr, total_ptr, norm_weight_ptr, squares, offs_k, mask, HAS_NORM, HAS_RESIDUAL
         )
@@ -163,9 +171,9 @@ def _gemv(
     if GATE != "":
         result_up = tl.sum(acc_up, 1) * scale
     if RANK:
-        result += _expanded(inner_ptrs + column, is_inner, b)
+        result += _expanded(inner, inner_ptrs, is_inner, b)
         if GATE != "":
-            result_up += _expanded(inner_ptrs + column_up, is_inner, b_up)
+            result_up += _expanded(inner_up, inner_ptrs + column_up - column, is_inner, b_up)
     if HAS_BIAS:
         result += tl.load(bias_ptr + offs_n, mask=offs_n < n_out, other=0.0).to(tl.float32)
     if GATE != "":
@@ -177,9 +185,9 @@ def _gemv(
         last = tl.num_programs(0) - shrinks - 1
         if tl.atomic_add(count_ptr, 1, sem="relaxed") == last:
             tl.store(count_ptr, 0)
-            for start in tl.range(0, NUM_BLOCKS_K * n_inner, BLOCK_K):
+            for start in tl.range(0, PARTS * n_inner, BLOCK_K):
                 offs = start + first_k
-                tl.store(inner_ptr + offs, NOT_READY, mask=offs < NUM_BLOCKS_K * n_inner)
+                tl.store(inner_ptr + offs, NOT_READY, mask=offs < PARTS * n_inner)
 
 
 class GemvConfig(NamedTuple):
@@ -230,7 +238,9 @@ def gemv(
     out = empty((1, n_out), dtype=x.dtype, device=x.device)
     total = x if residual is None else empty_like(x)
     block_n, block_k, num_warps = config or gemv_config(n_out, n_in)
-    parts = triton.cdiv(n_in, block_k)
+    num_blocks = triton.cdiv(n_in, block_k)
+    blocks = triton.cdiv(num_blocks, MAX_PARTS.value)
+    parts = triton.cdiv(num_blocks, blocks)
     added: tuple[Tensor | int, ...] = (x, x, x, x, x, x, x, 1, 1, 1, 1)
     programs, rank = triton.cdiv(n_out, block_n), 0
     if adapters is not None:
@@ -247,9 +257,9 @@ def gemv(
     _gemv[(programs,)](
         x, x if residual is None else residual, total, x if norm_weight is None else norm_weight,
         weight, out if bias is None else bias, out, n_out, n_in, eps, *added,
-        BLOCK_N=block_n, BLOCK_K=block_k, NUM_BLOCKS_K=parts, HAS_NORM=norm_weight is not None,
+        BLOCK_N=block_n, BLOCK_K=block_k, NUM_BLOCKS_K=num_blocks, HAS_NORM=norm_weight is not None,
         HAS_RESIDUAL=residual is not None, GATE=gate, HAS_BIAS=bias is not None, RANK=rank,
-        BLOCK_R=triton.next_power_of_2(max(1, rank)), PARTS=triton.next_power_of_2(parts), num_warps=num_warps,
+        BLOCK_R=triton.next_power_of_2(max(1, rank)), BLOCKS=blocks, PARTS=parts, num_warps=num_warps,
         **pdl_options(x.device),
     )  # fmt: skip
     return out, total
