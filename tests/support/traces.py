@@ -13,7 +13,7 @@ import numpy as np
 
 from minisgl.core.layout import STATE, WINDOW
 from minisgl.core.message import AbortMsg, UserMsg, ids_from_bytes, ids_to_bytes
-from minisgl.core.params import Grammar, SamplingParams
+from minisgl.core.params import Grammar, SamplingParams, Thinking
 from minisgl.core.plan import FinishReason, StepCosts
 from minisgl.kvcache.snapshots import Bounded, ids_per_row
 from minisgl.kvcache.tiers import TierSpec
@@ -23,7 +23,7 @@ from minisgl.scheduler.io import OfflineIO
 from minisgl.scheduler.scheduler import Scheduler
 from minisgl.settings.options import EngineConfig, SchedulerConfig
 from support.fake_engine import FakeEngine, expected_output
-from support.fake_grammar import FakeCompiler, FakeMatcher, LateExecutor
+from support.fake_grammar import FakeCompiler, FakeMatcher, LateExecutor, LimitedMatcher, text_of
 
 
 class Harness:
@@ -135,12 +135,14 @@ class Harness:
             capacity = self.scheduler.cache.arena.max_pages * self.engine.page_size + 1
             most = min(self.engine.limits.max_model_len, capacity) - len(prompt)
             limit = most if params.max_tokens is None else min(most, params.max_tokens)
-            matcher = None
+            matcher: FakeMatcher | LimitedMatcher | None = None
             if params.grammar is not None and params.grammar.text == "bad":
                 assert self.endings[uid] is FinishReason.ABORT and not self.outputs[uid]
                 continue
             if params.grammar is not None:
                 matcher = FakeMatcher(params.grammar.text, self.engine.vocab, not params.ignore_eos)
+            if params.thinking is not None:
+                matcher = LimitedMatcher(params.thinking, self.engine.vocab, matcher)
             want = expected_output(
                 prompt,
                 limit,
@@ -174,7 +176,7 @@ def run_random_trace(
     So many `deaths` of the scheduler happen on the way. In each step a stored page is damaged with the probability
     `damage`. `bounded` names the bounded state that rows have: "window", "state", or "window state".
     """
-    rng = random.Random(seed)
+    rng, limits = random.Random(seed), random.Random(seed)
     page_size = rng.choice((1, 2, 4, 8))
     max_len = 64
     tight = rng.random() < 0.5
@@ -229,6 +231,11 @@ def run_random_trace(
             if rng.random() < 0.25:
                 text = "bad" if rng.random() < 0.1 else f"{rng.randrange(9)} {rng.choice((1, 3, 12, 99))}"
                 wanted["grammar"] = Grammar("regex", text)
+            if limits.random() < 0.2:
+                markers = [text_of([limits.randrange(1, vocab) for _ in range(limits.choice((1, 1, 2, 3)))]) for _ in "ab"]
+                budget = limits.choice((0, 1, 3, 7, 30))
+                is_open, repeats = limits.random() < 0.7, limits.random() < 0.3
+                wanted["thinking"] = Thinking(*markers, is_open, repeats, budget)
             prompt = (head + tail)[: max_len - (max_tokens or 1)] or [1]
             child_index = len(h.requests) % 5
             h.add(prompt, max_tokens, child_index, ignore_eos=rng.random() < 0.3, stop_token_ids=stops, **wanted)

@@ -18,6 +18,7 @@ if TYPE_CHECKING:
     from minisgl.core.params import Limits, SamplingParams
     from minisgl.core.plan import Ints
     from minisgl.grammar.compiler import TokenMatcher
+    from minisgl.grammar.thinking import ThinkingMatcher
     from minisgl.kvcache.snapshots import Reason, Snapshot
     from minisgl.settings.options import SchedulerConfig
 
@@ -77,7 +78,10 @@ class Req:
         self.captures: list[tuple[int, Snapshot]] = []  # those that were made, until the result is finite
         self.target: Any = None  # the lock on all of the prefix that is loaded, in a model with bounded state
         self.is_loading = False  # a part of its cached prefix is still to be loaded from a tier
-        self.matcher: TokenMatcher | None = None  # has advanced over all confirmed tokens; None without a grammar
+        # What masks are made from; None without a grammar and a limit of the reasoning. While the request is masked, it
+        # has advanced over all confirmed tokens.
+        self.matcher: TokenMatcher | ThinkingMatcher | None = None
+        self.is_masked = False  # its next steps are
         # Log-probabilities of the prompt so far, columns of the step results; None once sent, or if not asked for.
         self.prompt_logprobs: list[Ints] | None = [] if sampling_params.wants_prompt_logprobs else None
 

@@ -215,7 +215,7 @@ class Scheduler:
             if msg.uid in self.live:
                 raise ValueError(f"request {msg.uid} is running already")
             req = self.admission.admit(msg, self.num_queued, self.prefill.is_full)
-            if msg.sampling_params.grammar is not None:
+            if msg.sampling_params.grammar is not None or msg.sampling_params.limits_thinking:
                 self.grammars.submit(req)
         except RequestError as e:
             self.replies.finish(endings.failed(msg.uid, e))
@@ -247,6 +247,9 @@ class Scheduler:
         self.cache.prefix.tick(self.step_number)
         if (req := self.prefill.starved(self.step_number)) is not None and not self.leaving:
             self._preempt_longer(req)
+        if self.grammars.num_matchers:
+            most = 1 + (0 if self.drafts is None else self.drafts.max_drafts)
+            self.rows.toggle_masks(self.grammars.toggled(self.rows, self.decode.index, most))
         running, is_short = self.decode.plan(self._preempt_for)
         drafts = None
         if self.drafts is not None:

@@ -130,4 +130,4 @@ def sampling_flags(req: Req) -> int:
     """Return the flags that say how `req` samples from its logits."""
     p = req.sampling_params
     flags = Flag.PENALIZED * p.has_penalties | Flag.FILTERED * p.is_filtered
-    return flags | Flag.LOGPROBS * (p.logprobs is not None) | Flag.MASKED * (p.grammar is not None)
+    return flags | Flag.LOGPROBS * (p.logprobs is not None) | Flag.MASKED * req.is_masked

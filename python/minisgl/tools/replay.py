@@ -29,6 +29,7 @@ from minisgl.core.layout import NO_INTS
 from minisgl.core.message import ids_from_bytes
 from minisgl.core.plan import BatchPlan, StepResult
 from minisgl.scheduler.grammars import Grammars
+from minisgl.scheduler.rows import NEVER
 from minisgl.scheduler.io import OfflineIO
 from minisgl.scheduler.record import Entry, Header, checksum
 from minisgl.scheduler.req import Admission, Req, Status
@@ -144,6 +145,7 @@ class _Matcher:
     """A matcher without a grammar. Only its end is known, from the record."""
 
     mask = NO_INTS
+    num_seen = NEVER
 
     def along(self, drafts: Ints) -> list[Ints]:
         return [self.mask] * len(drafts)
@@ -174,6 +176,9 @@ class _Grammars(Grammars):
 
     def wait(self, seconds: float) -> None:
         pass
+
+    def toggled(self, rows: Rows, running: Index, most: int) -> list[int]:
+        return self._replay.entry.toggled
 
     def constrain(self, req: Req, guess: Ints) -> tuple[Ints, bool]:
         count, is_forced = self._replay.entry.drafts.pop(0)
