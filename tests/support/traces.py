@@ -232,7 +232,9 @@ def run_random_trace(
                 text = "bad" if rng.random() < 0.1 else f"{rng.randrange(9)} {rng.choice((1, 3, 12, 99))}"
                 wanted["grammar"] = Grammar("regex", text)
             if limits.random() < 0.2:
-                markers = [text_of([limits.randrange(1, vocab) for _ in range(limits.choice((1, 1, 2, 3)))]) for _ in "ab"]
+                markers = [
+                    text_of([limits.randrange(1, vocab) for _ in range(limits.choice((1, 1, 2, 3)))]) for _ in "ab"
+                ]
                 budget = limits.choice((0, 1, 3, 7, 30))
                 is_open, repeats = limits.random() < 0.7, limits.random() < 0.3
                 wanted["thinking"] = Thinking(*markers, is_open, repeats, budget)

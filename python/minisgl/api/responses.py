@@ -79,12 +79,14 @@ def usage_of(replies: list[UserReply], n: int = 1) -> p.Usage:
     prompt = sum(r.prompt_tokens for r in replies[::n])
     completion = sum(r.completion_tokens for r in replies)
     drafted, accepted = sum(r.drafted_tokens for r in replies), sum(r.accepted_tokens for r in replies)
+    reasoning = sum(r.reasoning_tokens for r in replies)
+    details = p.CompletionDetails(reasoning, accepted, drafted - accepted)
     return p.Usage(
         prompt_tokens=prompt,
         completion_tokens=completion,
         total_tokens=prompt + completion,
         prompt_tokens_details=p.CachedTokens(sum(r.cached_tokens for r in replies[::n])),
-        completion_tokens_details=p.DraftedTokens(accepted, drafted - accepted) if drafted else None,
+        completion_tokens_details=details if reasoning or drafted else None,
     )
 
 

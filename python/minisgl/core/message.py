@@ -329,7 +329,8 @@ class UserReply(msgspec.Struct, tag="reply", frozen=True, kw_only=True, omit_def
     (see `Started`). `logprobs` are those of the new tokens, if requested. The first reply begins with the prompt's text
     if `echo` was requested, and with its tokens if their `logprobs` were. `output_ids` (int32 bytes) are all new
     tokens, including hidden ones. `embedding` (float32 bytes) is in the only reply to a request for an embedding.
-    `drafted_tokens` counts all drafts so far, `accepted_tokens` the accepted ones.
+    `drafted_tokens` counts all drafts so far, `accepted_tokens` the accepted ones, `reasoning_tokens` those between the
+    markers of reasoning.
     """
 
     uid: int
@@ -347,6 +348,7 @@ class UserReply(msgspec.Struct, tag="reply", frozen=True, kw_only=True, omit_def
     embedding: bytes = b""
     drafted_tokens: int = 0
     accepted_tokens: int = 0
+    reasoning_tokens: int = 0
 
 
 class ConversionReply(msgspec.Struct, tag="conversion", frozen=True, kw_only=True, omit_defaults=True):

@@ -122,7 +122,7 @@ class GrammarCompiler:
         inner = Anything(self._vocab_size) if grammar is None else grammar
         return ThinkingMatcher(thinking, self._vocabulary.tokens, self._vocabulary, inner)
 
-    def compute_masks(self, matchers: Sequence[TokenMatcher]) -> None:
+    def compute_masks(self, matchers: Sequence[TokenMatcher | ThinkingMatcher]) -> None:
         """Compute the mask of each matcher; set its error if its grammar has become too ambiguous to follow."""
         masks = np.zeros((len(matchers), ceil_div(self._vocab_size, 32)), np.int32)
         # In this order: a trial, whose memory is limited, has one matcher and starts no threads.

@@ -16,6 +16,7 @@ import numpy as np
 
 from minisgl.core.errors import RequestError
 from minisgl.core.layout import NO_MASKS, Flag
+from minisgl.grammar.thinking import ThinkingMatcher
 from minisgl.scheduler.req import Status
 
 if TYPE_CHECKING:
@@ -23,7 +24,6 @@ if TYPE_CHECKING:
     from minisgl.core.plan import BatchPlan, Ints
     from minisgl.distributed.control import PlanBus
     from minisgl.grammar.compiler import TokenMatcher
-    from minisgl.grammar.thinking import ThinkingMatcher
     from minisgl.grammar.trial import TriedCompiler
     from minisgl.scheduler.plan import Launched
     from minisgl.scheduler.req import Req
@@ -70,7 +70,9 @@ class Grammars:
     def _compile(compiler: TriedCompiler, params: SamplingParams, output: Ints) -> TokenMatcher | ThinkingMatcher:
         """Return a matcher that has advanced over the tokens `output`, which another replica has generated."""
         grammar = None if params.grammar is None else compiler.compile(params.grammar, params.ignore_eos)
-        matcher = compiler.limit(params.thinking, grammar) if params.limits_thinking else grammar
+        thinking = params.thinking if params.limits_thinking else None
+        matcher = grammar if thinking is None else compiler.limit(thinking, grammar)
+        assert matcher is not None, f"the request needs no masks: {params}"
         for token in output.tolist():
             matcher.advance(token)
         if grammar is not None and len(output):
@@ -136,6 +138,7 @@ class Grammars:
         for i in np.flatnonzero(planned > rows.free_len[running]).tolist():
             row = int(running[i])
             matcher = self._caught_up(rows, row)
+            assert isinstance(matcher, ThinkingMatcher), f"row {row} has no limit"
             rows.free_len[row] = rows.confirmed_len[row] + matcher.free
             if (planned[i] > rows.free_len[row]) != bool(rows.flags[row] & Flag.MASKED):
                 found.append(row)
@@ -146,7 +149,7 @@ class Grammars:
         """Return the matcher of `row`, which has advanced over all confirmed tokens."""
         req = rows.requests[row]
         assert req is not None and req.matcher is not None, f"row {row} has no matcher: {req}"
-        if req.sampling_params.grammar is None:
+        if req.sampling_params.grammar is None and isinstance(req.matcher, ThinkingMatcher):
             for token in rows.text(req, req.prompt_len + req.matcher.num_seen).tolist():
                 req.matcher.advance(token)
         return req.matcher

@@ -525,6 +525,13 @@ class ServerArgs(Settings):
         | dict.fromkeys(("step3", "step3p5"), "deepseek_r1")
         | dict.fromkeys(("cohere_command3", "cohere_command4"), "command"),
     )
+    thinking_budget: int | None = option(
+        None,
+        "most tokens of a model's reasoning, after which its end is forced, for requests that set no limit; 0 = no "
+        "reasoning; default = no limit",
+        aliases=("reasoning_budget",),
+        minimum=0,
+    )
     run_dir: str = ""  # the private folder of the ipc sockets, made at the start; not an option
     incarnation: int = 0  # the number of a replica's run, over all replicas; not an option
     replicas_join: bool = False  # whether replicas come and go, and none is there at the start; not an option

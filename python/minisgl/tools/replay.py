@@ -29,7 +29,6 @@ from minisgl.core.layout import NO_INTS
 from minisgl.core.message import ids_from_bytes
 from minisgl.core.plan import BatchPlan, StepResult
 from minisgl.scheduler.grammars import Grammars
-from minisgl.scheduler.rows import NEVER
 from minisgl.scheduler.io import OfflineIO
 from minisgl.scheduler.record import Entry, Header, checksum
 from minisgl.scheduler.req import Admission, Req, Status
@@ -145,7 +144,6 @@ class _Matcher:
     """A matcher without a grammar. Only its end is known, from the record."""
 
     mask = NO_INTS
-    num_seen = NEVER
 
     def along(self, drafts: Ints) -> list[Ints]:
         return [self.mask] * len(drafts)
