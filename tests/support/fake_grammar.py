@@ -107,17 +107,18 @@ class LimitedMatcher:
         t, text, count, has_closed = self.thinking, text_of(self.output), 0, False
         is_inside, start = t.is_open, 0
         while (at := text.find(t.close if is_inside else t.open, start)) >= 0:
-            if not is_inside and (has_closed or at) and not t.repeats:
+            if not is_inside and (has_closed or at) and not t.lead:
                 break
             count += (at - start) * is_inside
             has_closed |= is_inside
             start, is_inside = at + len(t.close if is_inside else t.open), not is_inside
         count += (len(text) - start) * is_inside
-        if count < (t.budget or 0) or not (is_inside or (has_closed and t.repeats)):
+        if count < (t.budget or 0) or not (is_inside or (has_closed and t.lead)):
             return "", False
         marker = t.close if is_inside else t.open
         begun = max(n for n in range(len(marker)) if text[start:].endswith(marker[:n]))
-        return marker[begun] if is_inside or begun or len(marker) == 1 else "", is_inside
+        shared = next((n for n in range(len(marker)) if t.lead[: n + 1] != marker[: n + 1]), len(marker))
+        return marker[begun] if is_inside or begun == shared else "", is_inside
 
 
 class FakeCompiler:

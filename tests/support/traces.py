@@ -236,8 +236,8 @@ def run_random_trace(
                     text_of([limits.randrange(1, vocab) for _ in range(limits.choice((1, 1, 2, 3)))]) for _ in "ab"
                 ]
                 budget = limits.choice((0, 1, 3, 7, 30))
-                is_open, repeats = limits.random() < 0.7, limits.random() < 0.3
-                wanted["thinking"] = Thinking(*markers, is_open, repeats, budget)
+                lead = limits.choice(("", "", text_of([1]), markers[0][:1] + text_of([2])))
+                wanted["thinking"] = Thinking(*markers, limits.random() < 0.7, lead, budget)
             prompt = (head + tail)[: max_len - (max_tokens or 1)] or [1]
             child_index = len(h.requests) % 5
             h.add(prompt, max_tokens, child_index, ignore_eos=rng.random() < 0.3, stop_token_ids=stops, **wanted)

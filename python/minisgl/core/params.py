@@ -68,14 +68,14 @@ NUMBER, KEY = "\0", "\1"  # in the texts of `ToolCalls`: any number, and any nam
 class Thinking(msgspec.Struct, frozen=True, omit_defaults=True):
     """The markers around a model's reasoning, and the most tokens between them, after which the end marker is forced.
 
-    `is_open`: the prompt ends inside the reasoning. It may begin at the start of the answer only, unless it `repeats`;
-    then the tokens of all its parts count. `param` is the field that errors name.
+    `is_open`: the prompt ends inside the reasoning. It may begin at the start of the answer only, unless the rest has a
+    `lead`; then the tokens of all its parts count. `param` is the field that errors name.
     """
 
     open: str
     close: str
     is_open: bool = False
-    repeats: bool = False
+    lead: str = ""
     budget: _Count | None = None
     param: str = "thinking_budget"
 

@@ -50,8 +50,8 @@ class ThinkingMatcher:
     """The matcher `inner` of a whole answer, with a limit of its reasoning.
 
     Once `budget` tokens are between the markers, the end marker is forced. So that reasoning which may repeat does not
-    begin again at once, the second token of its opening marker is then not allowed after the first. A token that
-    `inner` refuses is not forced: within a character, a grammar allows no marker.
+    begin again, the token with which its opening marker differs from `lead` is then not allowed. A token that `inner`
+    refuses is not forced: within a character, a grammar allows no marker.
     """
 
     def __init__(
@@ -64,7 +64,9 @@ class ThinkingMatcher:
         assert thinking.budget is not None, "the reasoning has no limit"
         self._counter = ThinkingCounter(thinking, bytes_of)
         self._budget = thinking.budget
-        self._markers = [tuple(encode(text.encode())) for text in (thinking.open, thinking.close)]
+        opening, closing, lead = (encode(text.encode()) for text in (thinking.open, thinking.close, thinking.lead))
+        self._markers = tuple(opening), tuple(closing)
+        self._shared = (*(a == b for a, b in zip(opening, lead, strict=False)), False).index(False)
         self._inner = inner
         self.num_seen = 0  # tokens of the answer
 
@@ -119,7 +121,7 @@ class ThinkingMatcher:
             return ()
         marker = self._markers[counter.is_inside]
         begun = max((n for n in range(1, len(marker)) if counter.tail[-n:] == marker[:n]), default=0)
-        return marker[begun:] if counter.is_inside or begun or len(marker) == 1 else ()
+        return marker[begun:] if counter.is_inside or begun == self._shared else ()
 
     def _limited(self, mask: Ints, counter: ThinkingCounter) -> Ints:
         marker = self._marker(counter)

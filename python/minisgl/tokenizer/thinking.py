@@ -24,7 +24,7 @@ class ThinkingCounter:
 
     def __init__(self, thinking: Thinking, bytes_of: Mapping[int, bytes] | Sequence[bytes]) -> None:
         self._markers = thinking.open.encode(), thinking.close.encode()
-        self._repeats = thinking.repeats
+        self._repeats = bool(thinking.lead)
         self._bytes_of = bytes_of
         self.count = 0
         self.is_inside = thinking.is_open

@@ -184,7 +184,7 @@ class OutputForms:
         elif grammar is not None and reasoning is not None and reasoning.lead and message.add_generation_prompt:
             around = {"before": reasoning.open, "after": reasoning.close, "lead": reasoning.lead}
             grammar = msgspec.structs.replace(grammar, **around)
-        thinking = reasoning and Thinking(reasoning.open, reasoning.close, is_opened, bool(reasoning.lead), budget)
+        thinking = reasoning and Thinking(reasoning.open, reasoning.close, is_opened, reasoning.lead, budget)
         markers = frozenset().union(*(form.markers for form in (tools, reasoning) if form))
         params = msgspec.structs.replace(
             params, grammar=grammar, thinking=thinking, shown_tokens=tuple(sorted(markers))
