@@ -238,6 +238,8 @@ def run_random_trace(
                 budget = limits.choice((0, 1, 3, 7, 30))
                 lead = limits.choice(("", "", text_of([1]), markers[0][:1] + text_of([2])))
                 wanted["thinking"] = Thinking(*markers, limits.random() < 0.7, lead, budget)
+            if limits.random() < 0.3:
+                wanted["priority"] = limits.choice((-5, 1, 2))
             prompt = (head + tail)[: max_len - (max_tokens or 1)] or [1]
             child_index = len(h.requests) % 5
             h.add(prompt, max_tokens, child_index, ignore_eos=rng.random() < 0.3, stop_token_ids=stops, **wanted)

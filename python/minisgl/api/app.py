@@ -31,7 +31,7 @@ from minisgl.api.requests import ServedModel
 from minisgl.api.routes import Routes, openapi_schema, unknown_path
 from minisgl.api.tracing import Traces, is_traced
 from minisgl.core.errors import RequestError
-from minisgl.settings.options import ServerArgs
+from minisgl.settings.options import ServerArgs, split_list
 
 ADDERS: Final = (
     *(add_openai_routes, add_responses_routes, add_messages_routes, add_generate_route, add_embeddings_routes),
@@ -44,7 +44,7 @@ def create_app(args: ServerArgs, model: ServedModel) -> Starlette:
 
     @asynccontextmanager
     async def lifespan(app: Starlette) -> AsyncIterator[None]:
-        frontend = FrontendManager(args, model.limits, Metrics(model.name))
+        frontend = FrontendManager(args, model.limits, Metrics(model.name, split_list(args.classes)))
         app.state.frontend = frontend
         try:
             yield

@@ -115,6 +115,7 @@ class Submission:
         self.created = time.monotonic()
         self.uids = tuple(m.uid for m in messages)
         self.n = n
+        self.level = messages[0].level
         self.unfinished = set(self.uids)
         self._frontend = frontend
         self._generations = {uid: Generation(i, UserReply(uid=uid)) for i, uid in enumerate(self.uids)}
@@ -170,14 +171,14 @@ class Submission:
         metrics = self._frontend.metrics
         generation = self._generations[reply.uid]
         if generation.first is not None:
-            metrics.inter_token_latency.observe(now - generation.last_at)
+            metrics.inter_token_latency.observe(now - generation.last_at, self.level)
         elif reply.completion_tokens:
-            metrics.time_to_first_token.observe(now - self.created)
-            metrics.queue_time.observe(reply.queue_seconds)
+            metrics.time_to_first_token.observe(now - self.created, self.level)
+            metrics.queue_time.observe(reply.queue_seconds, self.level)
             generation.first, generation.first_at = reply, now
         generation.last_at, generation.reply = now, reply
         if reply.finish_reason is not None:
-            metrics.observe_end(reply.finish_reason, self._figures(generation))
+            metrics.observe_end(reply.finish_reason, self._figures(generation), self.level)
 
     def _figures(self, generation: Generation) -> dict[str, float]:
         """Return tokens and times of a generation that has ended, for `Metrics.observe_end`."""
@@ -270,14 +271,18 @@ class FrontendManager:
         return self.stalled
 
     @contextlib.asynccontextmanager
-    async def submit(self, messages: Sequence[TokenizeMsg], n: int = 1) -> AsyncIterator[Submission]:
+    async def submit(self, messages: Sequence[TokenizeMsg], n: int = 1, level: int = 0) -> AsyncIterator[Submission]:
         """Assign uids, send the requests, and yield their submission. At the end, abort unfinished generations.
+
+        `level` is the class of the client.
 
         Each `n` adjacent messages are choices for one prompt. The submission sends all but the first of them later.
         Raises `RequestError`: 503 if the server drains or has failed, 429 if too many requests are open.
         """
         self._require_capacity(len(messages))
-        numbered = [msgspec.structs.replace(m, uid=next(self._uids), child_index=i) for i, m in enumerate(messages)]
+        numbered = [
+            msgspec.structs.replace(m, uid=next(self._uids), child_index=i, level=level) for i, m in enumerate(messages)
+        ]
         submission = Submission(self, numbered, n)
         self._submissions.update({m.uid: submission for m in numbered})
         try:
@@ -290,7 +295,7 @@ class FrontendManager:
         """Remove a submission, and abort its unfinished generations."""
         for uid in list(submission.unfinished):
             await self._tokenize(AbortMsg(uid=uid))
-            self.metrics.observe_end(FinishReason.ABORT, {})
+            self.metrics.observe_end(FinishReason.ABORT, {}, submission.level)
         for uid in submission.uids:
             self._submissions.pop(uid, None)
 

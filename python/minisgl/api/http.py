@@ -28,6 +28,8 @@ DROP: Final = "minisgl.drop"
 HEADERS: Final = "minisgl.headers"
 # Scope key of the client's names of our fields, which errors use.
 NAMES: Final = "minisgl.names"
+# Scope key of the number of the client's class.
+LEVEL: Final = "minisgl.level"
 # Scope keys for the request log: the id of the request, and its `Submission` once it has one.
 REQUEST_ID: Final = "minisgl.request_id"
 SUBMISSION: Final = "minisgl.submission"

@@ -5,8 +5,9 @@ from __future__ import annotations
 import logging
 import time
 from bisect import bisect_left
-from collections.abc import Callable, Iterable, Iterator, Mapping
-from itertools import accumulate
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from functools import partial
+from itertools import accumulate, product
 from typing import Final
 
 from prometheus_client import ProcessCollector
@@ -55,28 +56,35 @@ _REPLICA_METRICS: Final[dict[str, tuple[str, Callable[[Replica], int]]]] = {
 }
 
 
+Labels = str | tuple[str, ...]
 Kind = type[GaugeMetricFamily] | type[CounterMetricFamily]
 
 
 class Histogram:
     """Counts the values up to each bound. Uses plain numbers, since every token is counted."""
 
-    def __init__(self, name: str, help: str, bounds: tuple[float, ...]) -> None:
+    def __init__(self, name: str, help: str, bounds: tuple[float, ...], classes: Sequence[str] = ()) -> None:
+        """With `classes` of clients, each has its own counts."""
         self.name = name
         self.help = help
         self.bounds = bounds
-        self._counts = [0] * (len(bounds) + 1)
-        self._sum = 0.0
+        self._classes = classes
+        self._counts = [[0] * (len(bounds) + 1) for _ in classes or [""]]
+        self._sums = [0.0] * len(self._counts)
 
-    def observe(self, value: float) -> None:
-        self._counts[bisect_left(self.bounds, value)] += 1
-        self._sum += value
+    def observe(self, value: float, level: int = 0) -> None:
+        """Count a value of the class with number `level`."""
+        self._counts[level][bisect_left(self.bounds, value)] += 1
+        self._sums[level] += value
 
     def family(self, model: str) -> HistogramMetricFamily:
         """Return the histogram in Prometheus' form: cumulative counts by upper bound."""
-        family = HistogramMetricFamily("minisgl:" + self.name, self.help, labels=["model_name"])
+        labels = ["model_name", "class"][: 1 + bool(self._classes)]
+        family = HistogramMetricFamily("minisgl:" + self.name, self.help, labels=labels)
         bounds = [*map(str, self.bounds), "+Inf"]
-        family.add_metric([model], list(zip(bounds, accumulate(self._counts), strict=True)), self._sum)
+        for counts, total, label in zip(self._counts, self._sums, self._classes or [""], strict=True):
+            buckets = list(zip(bounds, accumulate(counts), strict=True))
+            family.add_metric([model, label][: len(labels)], buckets, total)
         return family
 
 
@@ -91,23 +99,26 @@ class _Families(Collector):
 class Metrics:
     """The metrics of the API process, the text of `/metrics`, and the throughput line of the log."""
 
-    def __init__(self, model: str) -> None:
-        self.time_to_first_token = Histogram("time_to_first_token_seconds", "Arrival to first token", _TTFT_BUCKETS)
-        self.inter_token_latency = Histogram("inter_token_latency_seconds", "Between two tokens", _ITL_BUCKETS)
-        self.queue_time = Histogram("request_queue_time_seconds", "Acceptance to first planning", _QUEUE_BUCKETS)
-        self._of_ended = {name: Histogram(name, *form) for name, form in _OF_ENDED.items()}
+    def __init__(self, model: str, classes: Sequence[str] = ()) -> None:
+        """With `classes` of clients, what is counted of single requests has their names as a label."""
+        histogram = partial(Histogram, classes=classes)
+        self.time_to_first_token = histogram("time_to_first_token_seconds", "Arrival to first token", _TTFT_BUCKETS)
+        self.inter_token_latency = histogram("inter_token_latency_seconds", "Between two tokens", _ITL_BUCKETS)
+        self.queue_time = histogram("request_queue_time_seconds", "Acceptance to first planning", _QUEUE_BUCKETS)
+        self._of_ended = {name: histogram(name, *form) for name, form in _OF_ENDED.items()}
         self._process = ProcessCollector(registry=None)
-        self._ends = dict.fromkeys(FinishReason, 0)
+        self._classes = classes
+        self._ends = dict.fromkeys(product(FinishReason, range(len(classes) or 1)), 0)
         self._model = model
         self._logged = StatsMsg()
         self._logged_at = time.monotonic()
 
-    def observe_end(self, reason: FinishReason, figures: Mapping[str, float]) -> None:
+    def observe_end(self, reason: FinishReason, figures: Mapping[str, float], level: int = 0) -> None:
         """Count a request that has ended. If it ended by itself, observe its `figures`, named as in `_OF_ENDED`."""
-        self._ends[reason] += 1
+        self._ends[reason, level] += 1
         if reason in (FinishReason.STOP, FinishReason.LENGTH):
             for name, value in figures.items():
-                self._of_ended[name].observe(value)
+                self._of_ended[name].observe(value, level)
 
     def render(
         self, router: Router, entries: int, detokenizer_entries: int, dropped: int, accept: str
@@ -119,11 +130,12 @@ class Metrics:
         encode, media = choose_encoder(_OPENMETRICS if "application/openmetrics-text" in accept else "")
         return encode(_Families(self._families(router, entries, detokenizer_entries, dropped))), media
 
-    def _family(self, kind: Kind, name: str, help: str, values: Mapping[str, float], *label: str) -> Metric:
+    def _family(self, kind: Kind, name: str, help: str, values: Mapping[Labels, float], *labels: str) -> Metric:
         """Return a metric with `values` by label; without a label, there is a single value."""
-        family = kind("minisgl:" + name, help, labels=["model_name", *label])
+        family = kind("minisgl:" + name, help, labels=["model_name", *labels])
         for key, value in values.items():
-            family.add_metric([self._model, key][: 1 + len(label)], value)
+            found = [key] if isinstance(key, str) else [*key]
+            family.add_metric([self._model, *found[: len(labels)]], value)
         return family
 
     def _families(self, router: Router, entries: int, detokenizer_entries: int, dropped: int) -> Iterator[Metric]:
@@ -165,8 +177,10 @@ class Metrics:
         while_running = (self.time_to_first_token, self.inter_token_latency, self.queue_time)
         for histogram in (*while_running, *self._of_ended.values()):
             yield histogram.family(self._model)
-        ends = {reason.value: count for reason, count in self._ends.items()}
-        yield self._family(CounterMetricFamily, "request_success", "Ended requests", ends, "finished_reason")
+        names = self._classes or [""]
+        ends: dict[Labels, float] = {(reason.value, names[i]): count for (reason, i), count in self._ends.items()}
+        labels = ["finished_reason", "class"][: 1 + bool(self._classes)]
+        yield self._family(CounterMetricFamily, "request_success", "Ended requests", ends, *labels)
         yield from self._process.collect()
 
     def log_throughput(self, stats: StatsMsg) -> None:

@@ -144,12 +144,13 @@ class EngineView(msgspec.Struct, tag="view", frozen=True, kw_only=True):
 class TokenizeMsg(msgspec.Struct, tag="tokenize", frozen=True, kw_only=True, omit_defaults=True):
     """A validated request on its way to the engine. Exactly one of `text`, `messages`, `input_ids` is set.
 
-    `child_index` counts the prompts and choices of one HTTP request: higher ones wait longer. `param` is the field that
-    has the prompt, for errors.
+    `child_index` counts the prompts and choices of one HTTP request: higher ones wait longer. `level` is the class of
+    its client, 0 for the most urgent. `param` is the field that has the prompt, for errors.
     """
 
     uid: int
     child_index: int = 0
+    level: int = 0
     sampling_params: SamplingParams
     text: str | None = None
     messages: list[dict[str, Any]] | None = None  # for the chat template
@@ -277,6 +278,7 @@ class UserMsg(msgspec.Struct, tag="user", frozen=True, kw_only=True, omit_defaul
     sampling_params: SamplingParams
     # As of `TokenizeMsg`; records have the old name.
     child_index: Annotated[int, msgspec.Meta(ge=0, le=2**31 - 1)] = msgspec.field(default=0, name="place")
+    level: Annotated[int, msgspec.Meta(ge=0, le=2**31 - 1)] = 0
     output_ids: bytes | None = None
     system_tokens: Annotated[int, msgspec.Meta(ge=0, le=2**31 - 1)] = 0
 

@@ -150,7 +150,8 @@ class SamplingParams(
     says what is reasoning, whose tokens are counted, and limits it. `n` is the
     number of choices (in Python; a request to the scheduler has one). `embed` asks only for the prompt's embedding.
     Requests share cached prefixes only if they have the same `cache_salt`, so that response times tell other clients
-    nothing about a prompt. Without `speculate`, the request drafts no tokens.
+    nothing about a prompt. Without `speculate`, the request drafts no tokens. A lower
+    `priority` goes first.
     """
 
     max_tokens: _Count | None = None
@@ -178,6 +179,7 @@ class SamplingParams(
     thinking: Thinking | None = None
     cache_salt: Annotated[str, Meta(max_length=256)] = ""
     speculate: bool = True
+    priority: Annotated[int, Meta(ge=-(2**31), le=MAX_INT32)] = 0
     n: Annotated[int, Meta(ge=1, le=1024)] = 1
 
     @property

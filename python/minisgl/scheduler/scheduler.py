@@ -247,6 +247,8 @@ class Scheduler:
         self.cache.prefix.tick(self.step_number)
         if (req := self.prefill.starved(self.step_number)) is not None and not self.leaving:
             self._preempt_longer(req)
+        if (req := self.prefill.blocked) is not None and req.status is Status.WAITING and not self.leaving:
+            self._preempt_less_urgent(req)
         if self.grammars.num_matchers:
             most = 1 + (0 if self.drafts is None else self.drafts.max_drafts)
             self.rows.toggle_masks(self.grammars.toggled(self.rows, self.decode.index, most))
@@ -279,15 +281,16 @@ class Scheduler:
         return Step(self.decode.index, []) if self.cache.write_back(lasting=lasting) else None
 
     def _preempt_for(self, req: Req) -> bool:
-        """Preempt the newest request that is not much shorter than others (`fcfs`: the newest), in favour of `req`.
+        """Preempt the newest request of the least urgent that is not much shorter than others, in favour of `req`.
 
-        Return whether pages may have become free at once.
+        With `fcfs`, the newest of these. Return whether pages may have become free at once.
         """
         if self.leaving:
             return False
-        candidates = [*self.decode.running, *self.prefill.chunked]
-        # The oldest request is never preempted, so that some request always ends.
-        others = sorted(candidates, key=lambda r: r.order)[1:] or candidates
+        candidates = self._by_urgency()
+        # The oldest of the most urgent is never preempted, so that some request always ends.
+        others = candidates[1:] or candidates
+        others = [r for r in others if self.prefill.rank(r) == self.prefill.rank(others[-1])]
         longest = 0 if self.prefill.is_fcfs else max(map(self._tokens_left, others))
         victim = next(r for r in reversed(others) if MUCH_LONGER * self._tokens_left(r) >= longest)
         if victim is req and len(candidates) == 1:
@@ -297,13 +300,31 @@ class Scheduler:
         self._leave(victim, Status.PREEMPTED)
         return victim is not req
 
+    def _by_urgency(self) -> list[Req]:
+        """Return the running requests, the most urgent first, and equal ones in order of arrival."""
+        running = [*self.decode.running, *self.prefill.chunked]
+        return sorted(running, key=lambda r: (self.prefill.rank(r), r.order))
+
+    def _preempt_less_urgent(self, req: Req) -> None:
+        """Preempt the newest of the least urgent requests, until there may be a row and pages for `req`."""
+        available = self.cache.available
+        for victim in reversed(self._by_urgency()):
+            if self.prefill.rank(victim) <= req.rank:
+                return
+            available += len(victim.pages)
+            self.stats.preemptions += 1
+            self._leave(victim, Status.PREEMPTED)
+            if available >= self.cache.pages_for(len(req.ids)):
+                return
+
     def _tokens_left(self, req: Req) -> int:
         return req.max_len - int(self.rows.confirmed_len[req.row])
 
     def _preempt_longer(self, req: Req) -> None:
-        """Preempt the newest request that is much longer than `req`, and queue it after `req`."""
+        """Preempt the newest request that is much longer than `req` and not more urgent, and queue it after `req`."""
         for victim in reversed(self.decode.running):
-            if self._tokens_left(victim) > MUCH_LONGER * req.max_len:
+            is_urgent = self.prefill.rank(victim) < req.rank
+            if not is_urgent and self._tokens_left(victim) > MUCH_LONGER * req.max_len:
                 victim.new_tokens = max(victim.new_tokens, req.queue_tokens + 1)
                 victim.deadline = max(victim.deadline, req.deadline + 1)
                 self.stats.preemptions += 1

@@ -435,6 +435,12 @@ class ServerArgs(Settings):
     api_key_file: str | None = option(
         None, "file with one API key per line; unlike --api-key, it does not show keys in the list of processes"
     )
+    classes: str | None = option(
+        None,
+        "classes of clients, the most urgent first (interactive,batch); each API key then begins with its class "
+        "(interactive=KEY)",
+        form=list,
+    )
     allowed_hosts: str | None = option(
         None,
         "host names by which clients may reach this server, * = any; default = this machine's on a loopback address, "
@@ -542,23 +548,35 @@ class ServerArgs(Settings):
         keys = self.load_keys()
         if keys is not None and not (keys and all(k and k.isascii() and k.isprintable() for k in keys)):
             raise ConfigError("--api-key or the file of --api-key-file must be printable ASCII and not empty")
+        if self.classes and keys is None:
+            raise ConfigError("--classes needs keys: give --api-key-file FILE or --api-key, each key as CLASS=KEY")
         if self.auth and keys is None and self.uds is None and not is_loopback(self.host):
             raise ConfigError(
                 f"--host {self.host} lets others use this server; give --api-key-file FILE or --api-key KEY, "
                 "or --no-auth to allow everyone"
             )
 
-    def load_keys(self) -> list[str] | None:
-        """Return the API keys of `--api-key` or `--api-key-file`; None without either.
+    def load_keys(self) -> dict[str, int] | None:
+        """Return the API keys of `--api-key` or `--api-key-file`, with the number of their class; None without either.
 
-        Raises `ConfigError` for both, and for a file that cannot be read.
+        Raises `ConfigError` for both, for a file that cannot be read, and for a key without its class.
         """
-        if self.api_key_file is None:
-            return None if self.api_key is None else split_list(self.api_key)
-        if self.api_key is not None:
+        if self.api_key is not None and self.api_key_file is not None:
             raise ConfigError("--api-key and --api-key-file exclude each other: give one of them")
-        lines = _read_text("--api-key-file", self.api_key_file).splitlines()
-        return [line.strip() for line in lines if line.strip()]
+        if self.api_key is None and self.api_key_file is None:
+            return None
+        if self.api_key_file is None:
+            given = split_list(self.api_key)
+        else:
+            lines = _read_text("--api-key-file", self.api_key_file).splitlines()
+            given = [line.strip() for line in lines if line.strip()]
+        names = split_list(self.classes)
+        if not names:
+            return dict.fromkeys(given, 0)
+        pairs = [key.partition("=")[::2] for key in given]
+        if not {name for name, _ in pairs} <= {*names}:
+            raise ConfigError(f"--classes: each API key must begin with its class, such as {names[0]}=KEY")
+        return {key: names.index(name) for name, key in pairs}
 
     def _addr(self, name: str) -> str:
         assert self.run_dir, "the run directory is not made yet"
