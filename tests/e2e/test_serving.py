@@ -313,23 +313,20 @@ def test_classes_and_priorities() -> None:
 
         def ask(key: str, priority: int, tokens: int) -> float:
             body = {"prompt": f"{priority} {key}", "max_tokens": tokens, "ignore_eos": True, "priority": priority}
-            assert (
-                client.post("/v1/completions", json=body, headers={"x-api-key": key}).json()["usage"][
-                    "completion_tokens"
-                ]
-                == tokens
-            )
+            answer = client.post("/v1/completions", json=body, headers={"x-api-key": key}).json()
+            assert answer["usage"]["completion_tokens"] == tokens
             return time.monotonic()
 
         ends = []
-        for key, priority, tokens in (("b", -9, 400), ("b", 3, 20), ("b", 2, 20), ("a", 7, 5)):
+        for key, priority, tokens in (("b", -9, 1500), ("b", 3, 200), ("b", 2, 200), ("a", 7, 5)):
             ends.append(pool.submit(ask, key, priority, tokens))
-            time.sleep(0.05)
+            time.sleep(0.02)
         first, last, third, urgent = [end.result() for end in ends]
         assert urgent < first < third < last
-        refused = client.post("/v1/completions", json={"prompt": "a", "priority": 2**40}, headers={"x-api-key": "a"})
+        client.headers["x-api-key"] = "a"
+        refused = client.post("/v1/completions", json={"prompt": "a", "priority": 2**40})
         assert refused.status_code == 400 and refused.json()["error"]["param"] == "priority"
-        text = client.get("/metrics", headers={"x-api-key": "a"}).text
+        text = client.get("/metrics").text
         for name, counts in (("request_success_total", (1, 3)), ("time_to_first_token_seconds_count", (1, 3))):
             for kind, count in zip(("interactive", "batch"), counts, strict=True):
                 lines = [line for line in text.splitlines() if f"minisgl:{name}" in line and f'class="{kind}"' in line]
