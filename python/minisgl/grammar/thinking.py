@@ -8,7 +8,6 @@ from typing import TYPE_CHECKING, Any, Final
 
 import numpy as np
 
-from minisgl.core.layout import NO_INTS
 from minisgl.core.rounding import round_up
 from minisgl.tokenizer.thinking import ThinkingCounter
 
@@ -18,7 +17,6 @@ if TYPE_CHECKING:
     from minisgl.core.errors import RequestError
     from minisgl.core.params import Thinking
     from minisgl.core.plan import Ints
-    from minisgl.grammar.compiler import TokenMatcher
 
 NEVER: Final = 1 << 30  # tokens: more than any text has
 
@@ -37,7 +35,7 @@ class Anything:
         pass
 
     def forced(self) -> Ints:
-        return NO_INTS
+        return np.empty(0, np.int32)
 
     def count_allowed(self, tokens: Ints) -> int:
         return len(tokens)
@@ -59,8 +57,9 @@ class ThinkingMatcher:
         thinking: Thinking,
         bytes_of: Sequence[bytes],
         encode: Callable[[bytes], list[int]],
-        inner: TokenMatcher | Anything,
+        inner: Any,
     ) -> None:
+        """`inner` is a `TokenMatcher` or `Anything`."""
         assert thinking.budget is not None, "the reasoning has no limit"
         self._counter = ThinkingCounter(thinking, bytes_of)
         self._budget = thinking.budget
@@ -94,12 +93,13 @@ class ThinkingMatcher:
         marker = self._marker(self._counter)
         if self._counter.is_inside and marker:
             return np.array(marker, np.int32)
-        tokens = self._inner.forced()
+        tokens: Ints = self._inner.forced()
         return tokens[: self.count_allowed(tokens)]
 
     def count_allowed(self, tokens: Ints) -> int:
         """Return how many of `tokens` may come next, up to the first EOS."""
-        count, probe = self._inner.count_allowed(tokens), copy(self._counter)
+        count: int = self._inner.count_allowed(tokens)
+        probe = copy(self._counter)
         for i, token in enumerate(tokens[:count].tolist()):
             marker = self._marker(probe)
             if marker and (token == marker[0]) != probe.is_inside:
