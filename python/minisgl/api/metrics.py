@@ -56,7 +56,6 @@ _REPLICA_METRICS: Final[dict[str, tuple[str, Callable[[Replica], int]]]] = {
 }
 
 
-Labels = str | tuple[str, ...]
 Kind = type[GaugeMetricFamily] | type[CounterMetricFamily]
 
 
@@ -130,12 +129,11 @@ class Metrics:
         encode, media = choose_encoder(_OPENMETRICS if "application/openmetrics-text" in accept else "")
         return encode(_Families(self._families(router, entries, detokenizer_entries, dropped))), media
 
-    def _family(self, kind: Kind, name: str, help: str, values: Mapping[Labels, float], *labels: str) -> Metric:
+    def _family(self, kind: Kind, name: str, help: str, values: Mapping[str, float], *label: str) -> Metric:
         """Return a metric with `values` by label; without a label, there is a single value."""
-        family = kind("minisgl:" + name, help, labels=["model_name", *labels])
+        family = kind("minisgl:" + name, help, labels=["model_name", *label])
         for key, value in values.items():
-            found = [key] if isinstance(key, str) else [*key]
-            family.add_metric([self._model, *found[: len(labels)]], value)
+            family.add_metric([self._model, key][: 1 + len(label)], value)
         return family
 
     def _families(self, router: Router, entries: int, detokenizer_entries: int, dropped: int) -> Iterator[Metric]:
@@ -177,10 +175,11 @@ class Metrics:
         while_running = (self.time_to_first_token, self.inter_token_latency, self.queue_time)
         for histogram in (*while_running, *self._of_ended.values()):
             yield histogram.family(self._model)
-        names = self._classes or [""]
-        ends: dict[Labels, float] = {(reason.value, names[i]): count for (reason, i), count in self._ends.items()}
-        labels = ["finished_reason", "class"][: 1 + bool(self._classes)]
-        yield self._family(CounterMetricFamily, "request_success", "Ended requests", ends, *labels)
+        labels = ["model_name", "finished_reason", "class"][: 2 + bool(self._classes)]
+        ends = CounterMetricFamily("minisgl:request_success", "Ended requests", labels=labels)
+        for (reason, level), count in self._ends.items():
+            ends.add_metric([self._model, reason.value, *self._classes[level : level + 1]], count)
+        yield ends
         yield from self._process.collect()
 
     def log_throughput(self, stats: StatsMsg) -> None:

@@ -199,9 +199,9 @@ class SamplingParams(
         return not neutral or bool(self.logit_bias) or self.min_tokens > 0
 
     @property
-    def limits_thinking(self) -> bool:
-        """Whether an end of the reasoning may be forced."""
-        return self.thinking is not None and self.thinking.budget is not None
+    def thinking_limit(self) -> Thinking | None:
+        """The reasoning, if its end may be forced."""
+        return None if self.thinking is None or self.thinking.budget is None else self.thinking
 
     @property
     def wants_prompt_logprobs(self) -> bool:

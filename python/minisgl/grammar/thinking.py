@@ -18,6 +18,8 @@ if TYPE_CHECKING:
     from minisgl.core.params import Thinking
     from minisgl.core.plan import Ints
 
+    Encode = Callable[[bytes], list[int]]
+
 NEVER: Final = 1 << 30  # tokens: more than any text has
 
 
@@ -52,13 +54,7 @@ class ThinkingMatcher:
     refuses is not forced: within a character, a grammar allows no marker.
     """
 
-    def __init__(
-        self,
-        thinking: Thinking,
-        bytes_of: Sequence[bytes],
-        encode: Callable[[bytes], list[int]],
-        inner: Any,
-    ) -> None:
+    def __init__(self, thinking: Thinking, bytes_of: Sequence[bytes], encode: Encode, inner: Any) -> None:
         """`inner` is a `TokenMatcher` or `Anything`."""
         assert thinking.budget is not None, "the reasoning has no limit"
         self._counter = ThinkingCounter(thinking, bytes_of)
@@ -91,21 +87,8 @@ class ThinkingMatcher:
     def forced(self) -> Ints:
         """Return tokens that must come next; maybe none."""
         marker = self._marker(self._counter)
-        if self._counter.is_inside and marker:
-            return np.array(marker, np.int32)
-        tokens: Ints = self._inner.forced()
-        return tokens[: self.count_allowed(tokens)]
-
-    def count_allowed(self, tokens: Ints) -> int:
-        """Return how many of `tokens` may come next, up to the first EOS."""
-        count: int = self._inner.count_allowed(tokens)
-        probe = copy(self._counter)
-        for i, token in enumerate(tokens[:count].tolist()):
-            marker = self._marker(probe)
-            if marker and (token == marker[0]) != probe.is_inside:
-                return i
-            probe.feed(token)
-        return count
+        forced: Ints = np.array(marker, np.int32) if self._counter.is_inside and marker else self._inner.forced()
+        return forced
 
     def along(self, drafts: Ints) -> list[Ints]:
         """Return the mask after each of `drafts`; after a draft that is not allowed, any mask."""

@@ -70,8 +70,7 @@ class Grammars:
     def _compile(compiler: TriedCompiler, params: SamplingParams, output: Ints) -> TokenMatcher | ThinkingMatcher:
         """Return a matcher that has advanced over the tokens `output`, which another replica has generated."""
         grammar = None if params.grammar is None else compiler.compile(params.grammar, params.ignore_eos)
-        thinking = params.thinking if params.limits_thinking else None
-        matcher = grammar if thinking is None else compiler.limit(thinking, grammar)
+        matcher = grammar if params.thinking_limit is None else compiler.limit(params.thinking_limit, grammar)
         assert matcher is not None, f"the request needs no masks: {params}"
         for token in output.tolist():
             matcher.advance(token)

@@ -215,7 +215,7 @@ class Scheduler:
             if msg.uid in self.live:
                 raise ValueError(f"request {msg.uid} is running already")
             req = self.admission.admit(msg, self.num_queued, self.prefill.is_full)
-            if msg.sampling_params.grammar is not None or msg.sampling_params.limits_thinking:
+            if msg.sampling_params.grammar or msg.sampling_params.thinking_limit:
                 self.grammars.submit(req)
         except RequestError as e:
             self.replies.finish(endings.failed(msg.uid, e))

@@ -563,13 +563,13 @@ class ServerArgs(Settings):
         """
         if self.api_key is not None and self.api_key_file is not None:
             raise ConfigError("--api-key and --api-key-file exclude each other: give one of them")
-        if self.api_key is None and self.api_key_file is None:
-            return None
-        if self.api_key_file is None:
-            given = split_list(self.api_key)
-        else:
+        if self.api_key_file is not None:
             lines = _read_text("--api-key-file", self.api_key_file).splitlines()
             given = [line.strip() for line in lines if line.strip()]
+        elif self.api_key is None:
+            return None
+        else:
+            given = split_list(self.api_key)
         names = split_list(self.classes)
         if not names:
             return dict.fromkeys(given, 0)
