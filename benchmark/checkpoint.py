@@ -15,7 +15,8 @@ from safetensors.torch import save_file
 
 from minisgl.distributed.communicator import SoloCommunicator
 from minisgl.distributed.info import ALONE, DistributedInfo
-from minisgl.layers.builder import Builder, Parameter, Source
+from minisgl.layers.builder import Builder
+from minisgl.layers.parameter import Parameter, Source
 from minisgl.models.llama import LlamaForCausalLM
 from minisgl.models.model_config import ModelConfig
 from minisgl.models.weight import DUMMY_STD

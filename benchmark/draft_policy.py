@@ -71,7 +71,7 @@ class WalkingEngine(InstantEngine):
     def launch(self, plan: BatchPlan) -> InstantOutput:
         tokens, confirmed, ready = [], [], []
         rows = context = first = 0
-        for row, start, stop, flags in plan.slots.tolist():
+        for row, start, stop, flags in plan.sequences.tolist():
             if not flags & Flag.FROM_DEVICE:  # of a prompt, from the plan
                 text = self._texts[row] = [*(self._texts[row] if start else ()), *plan.tokens[first:][: stop - start]]
                 first += stop - start

@@ -34,10 +34,10 @@ def plan_of(engine: Engine, rows: int, tokens: int, context: int) -> BatchPlan:
     stop, flags = context + max(1, tokens), Flag.SAMPLES | Flag.FROM_DEVICE
     slack = STEPS * (REPEATS + 1) * max(1, tokens)
     plan = spread_plan([(row, 0, stop + slack, flags) for row in range(rows)], engine.page_size, engine.blocks)
-    plan.slots["start"], plan.slots["stop"] = context, stop
+    plan.sequences["start"], plan.sequences["stop"] = context, stop
     if tokens == 1:
         return plan
-    plan.slots["flags"] |= Flag.DRAFTS
+    plan.sequences["flags"] |= Flag.DRAFTS
     heads = np.zeros(rows, HISTORY_HEAD)
     heads["words"], heads["row"], heads["length"] = words(HISTORY_HEAD), np.arange(rows), context + 1
     return replace(plan, histories=heads.view(np.int32))

@@ -40,7 +40,7 @@ PARTS = ("plan", "launch", "engine_launch", "collect", "wait", "step")
 
 def is_steady(plan: BatchPlan) -> bool:
     """Whether a step only decodes."""
-    return bool((plan.slots["flags"] & Flag.FROM_DEVICE).all())
+    return bool((plan.sequences["flags"] & Flag.FROM_DEVICE).all())
 
 
 def truncated(workload: Workload, output_len: int) -> Workload:
@@ -84,7 +84,7 @@ class HostProbe:
         step = self._timed("step", scheduler.step)
 
         def noted_launch(plan: BatchPlan) -> TimedOutput:
-            self._rows, self._is_steady = len(plan.slots), is_steady(plan)
+            self._rows, self._is_steady = len(plan.sequences), is_steady(plan)
             return TimedOutput(launch(plan), lambda seconds: self._add("wait", seconds))
 
         def noted_step(timeout: float = 0.0) -> None:

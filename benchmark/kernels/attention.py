@@ -24,10 +24,10 @@ import numpy as np
 import torch
 
 from minisgl.attention import triton as backend
-from minisgl.attention.backend import AttentionSpec, MixerSpec, StepAttention
-from minisgl.attention.latent_triton import TritonLatents
+from minisgl.attention.backend import MixerSpec, StepAttention
+from minisgl.attention.latent_triton import Tile, TritonLatents
 from minisgl.attention.triton import TritonAttention
-from minisgl.core.layout import SLOT
+from minisgl.core.layout import SEQUENCE
 from minisgl.core.plan import SeqLayout, StepShape
 from minisgl.core.specs import GroupedQuery, Latent
 from minisgl.engine.batch import step_shape
@@ -127,18 +127,22 @@ class Setting:
 
         rows = np.arange(len(mix), dtype=np.int32)
         ends = np.cumsum([0, *lens[:, 0]], dtype=np.int32)
-        slots = np.zeros(len(mix), SLOT)
-        slots["row"], slots["start"], slots["stop"] = rows, lens[:, 1] - lens[:, 0], lens[:, 1]
+        sequences = np.zeros(len(mix), SEQUENCE)
+        sequences["row"], sequences["start"], sequences["stop"] = rows, lens[:, 1] - lens[:, 0], lens[:, 1]
         layout = SeqLayout(*upload(rows, np.ascontiguousarray(lens[:, 1]), ends))
         positions = np.concatenate([np.arange(kv - n, kv, dtype=np.int32) for n, kv in mix])
         (positions_on_device,) = upload(positions)
         token_rows = upload(np.repeat(rows, lens[:, 0]))[0].long()
         tokens = len(positions)
         batch = SimpleNamespace(
-            shape=step_shape(slots), slots=slots, layout=layout, num_tokens=tokens, positions=positions_on_device
+            shape=step_shape(sequences),
+            sequences=sequences,
+            layout=layout,
+            num_tokens=tokens,
+            positions=positions_on_device,
         )
         kind = GroupedQuery(num_heads, KV_HEADS, DIM, DIM**-0.5)
-        spec = AttentionSpec("cuda", DTYPE, kind, page, 4000, fp8_cache=is_fp8)
+        spec = MixerSpec("cuda", DTYPE, kind, page, 4000, fp8_cache=is_fp8)
         out_loc = table[token_rows, positions_on_device.long() // page].long() * page + positions_on_device % page
         angle = torch.rand(int(positions.max()) + 1, DIM // 2, device="cuda") * 6
         weights = [1 + 0.1 * torch.randn(DIM, device="cuda", dtype=DTYPE) for _ in range(2)]
@@ -312,10 +316,11 @@ def prefill() -> None:
 
 
 LATENTS = {"GLM-4.7-Flash": 20, "DeepSeek V3, 8 ranks": 16, "DeepSeek V3": 128}  # heads of a rank
-LATENT_VARIANTS: dict[str, dict[str, int]] = {
-    "default": {},
-    "tiles of 32": {"TILE_KEYS": 32, "NUM_STAGES": 5},
-    "8 warps": {"num_warps": 8},
+LATENT_VARIANTS: dict[str, tuple[Tile | None, int]] = {  # with a number of warps
+    "default": (None, 4),
+    "tiles of 32": (Tile(32, 5, 264), 4),  # two programs on an SM
+    "tiles of 64": (Tile(64, 3, 132), 4),
+    "8 warps": (None, 8),
 }
 
 
@@ -332,18 +337,18 @@ def latent() -> None:
 def latent_cells(heads: int, count: int, context: int, *, is_fp8: bool) -> list[str]:
     """Time each variant for sequences of equal length."""
     kind, width, total = Latent(heads, 512, 64, 192, 256, 1 / 16), 576, count * context // PAGE
-    spec = MixerSpec("cuda", DTYPE, PAGE, 257, fp8_cache=is_fp8)
+    spec = MixerSpec("cuda", DTYPE, kind, PAGE, 257, fp8_cache=is_fp8)
     pages: list[Pages] = []
     for _ in range(max(2, 400_000_000 // (count * context * 2 * width))):
         layer = torch.randn(total, 1, PAGE, width, device="cuda").to(DTYPE)
         q8, scale = round_fp8(layer.view(-1, width), 0)
         pages.append(QuantizedPages(q8.view(layer.shape), scale.view(layer.shape[:-1])) if is_fp8 else layer)
     table = torch.randperm(total, device="cuda").int().view(count, -1)
-    slots = np.zeros(count, SLOT)
-    slots["row"], slots["start"], slots["stop"] = np.arange(count), context - 1, context
+    sequences = np.zeros(count, SEQUENCE)
+    sequences["row"], sequences["start"], sequences["stop"] = np.arange(count), context - 1, context
     rows = torch.arange(count + 1, dtype=torch.int32, device="cuda")
     layout = SeqLayout(rows[:count], torch.full_like(rows[:count], context), rows)
-    batch: Any = SimpleNamespace(shape=StepShape(count, 1), slots=slots, layout=layout)
+    batch: Any = SimpleNamespace(shape=StepShape(count, 1), sequences=sequences, layout=layout)
     q = torch.randn(count, heads, 512, device="cuda").to(DTYPE)
     q_rope = torch.randn(count, heads, 256, device="cuda").to(DTYPE)[:, :, 192:]
     few = SeqLayout(layout.rows[:8], layout.kv_lens[:8], rows[:9])
@@ -355,12 +360,11 @@ def latent_cells(heads: int, count: int, context: int, *, is_fp8: bool) -> list[
         return outs[0]
 
     cells = []
-    for label, changes in LATENT_VARIANTS.items():
-        mixer = TritonLatents(kind, spec, load_ops("triton"))
-        mixer.kernel |= {name: n for name, n in changes.items() if name in mixer.kernel}
-        mixer.options |= {name: n for name, n in changes.items() if name in mixer.options}
-        if label == "tiles of 32":  # two programs on an SM
-            mixer.programs *= 2
+    for label, (tile, warps) in LATENT_VARIANTS.items():
+        mixer = TritonLatents(spec, load_ops("triton"))
+        mixer.options["num_warps"] = warps
+        if tile is not None:
+            mixer.tiles = dict.fromkeys(mixer.tiles, tile)
             mixer.part, mixer.lse, mixer._work = (torch.cat([x, x]) for x in (mixer.part, mixer.lse, mixer._work))
         error = float((step(mixer, 1)[:8].double() - want).norm() / want.norm())
         us = (graph_us(partial(step, mixer, 3)) - graph_us(partial(step, mixer, 1))) / (2 * len(pages))

@@ -17,7 +17,7 @@ from typing import Any
 import numpy as np
 import torch
 
-from minisgl.core.layout import FULL, NO_MASKS, PAGE_WRITE, ROW_STATE, SLOT, Flag
+from minisgl.core.layout import FULL, NO_MASKS, PAGE_WRITE, ROW_STATE, SEQUENCE, Flag
 from minisgl.core.params import Grammar, SamplingParams
 from minisgl.core.plan import BatchPlan
 from minisgl.device.create import create_device
@@ -71,24 +71,24 @@ class Rows:
         total = self.engine.num_pages
         index = range(pages_per_row)
         pages = [(FULL, r.order, i, (r.order * pages_per_row + i) % total) for r in self.reqs for i in index]
-        slots, states, penalties = [], [], [np.empty(0, np.int32)]
+        sequences, states, penalties = [], [], [np.empty(0, np.int32)]
         for r in self.reqs:
             p = r.sampling_params
-            slots.append((r.order, 0, PROMPT, Flag.SAMPLES | sampling_flags(r)))
+            sequences.append((r.order, 0, PROMPT, Flag.SAMPLES | sampling_flags(r)))
             states.append((r.order, p.temperature, p.top_k, p.top_p, p.min_p, r.noise_key))
             if p.has_penalties:
                 penalties.append(penalty_record(r, r.order, frozenset({2})))
         tokens = np.concatenate([r.ids for r in self.reqs])
-        return self._plan(slots, tokens, pages, states, np.concatenate(penalties))
+        return self._plan(sequences, tokens, pages, states, np.concatenate(penalties))
 
     def decode(self, i: int) -> BatchPlan:
         """Return the plan of decode step `i`."""
         start = self.context + i
-        slots = [(r.order, start, start + 1, decode_flags(r)) for r in self.reqs]
-        return self._plan(slots, np.empty(0, np.int32), [], [], np.empty(0, np.int32))
+        sequences = [(r.order, start, start + 1, decode_flags(r)) for r in self.reqs]
+        return self._plan(sequences, np.empty(0, np.int32), [], [], np.empty(0, np.int32))
 
-    def _plan(self, slots: Any, tokens: Any, pages: Any, states: Any, penalties: Any) -> BatchPlan:
-        records = np.array(slots, SLOT), tokens, np.array(pages, PAGE_WRITE), np.array(states, ROW_STATE)
+    def _plan(self, sequences: Any, tokens: Any, pages: Any, states: Any, penalties: Any) -> BatchPlan:
+        records = np.array(sequences, SEQUENCE), tokens, np.array(pages, PAGE_WRITE), np.array(states, ROW_STATE)
         return BatchPlan(0, *records, penalties, self.masks)
 
 

@@ -75,9 +75,9 @@ class SimulatedEngine:
             self.first = now
         else:
             self.idle += start - self.end
-        stops, flags = plan.slots["stop"], plan.slots["flags"]
+        stops, flags = plan.sequences["stop"], plan.sequences["flags"]
         context = int(stops[(flags & Flag.FROM_DEVICE) != 0].sum())
-        took = self._costs.decode_seconds(int((stops - plan.slots["start"]).sum()), context)
+        took = self._costs.decode_seconds(int((stops - plan.sequences["start"]).sum()), context)
         self.end, self.busy = start + took, self.busy + took
         return Output(int(np.count_nonzero(flags & Flag.SAMPLES)), self.end)
 

@@ -69,6 +69,7 @@ class InstantEngine:
     """Answers at once; every token is 7."""
 
     is_async = True
+    adapter_slots = 0
     tiers = ()
     bounded = ()
     eos_token_ids = frozenset({1, 2})
@@ -83,6 +84,9 @@ class InstantEngine:
 
     def describe(self) -> dict[str, str | int | float]:
         return {}
+
+    def read_adapter(self, source: str) -> None:
+        pass
 
     def launch(self, plan: BatchPlan) -> InstantOutput:
         count = int(plan.widths.sum())
@@ -133,7 +137,7 @@ def measure(
         spent = clock.pop()
         spent["step"] = total - spent["engine"]
         plan = scheduler.launched[-1].plan
-        assert len(plan.slots) == rows
+        assert len(plan.sequences) == rows
         (paging if len(plan.page_writes) else steady).append(spent)
     return steady, paging
 

@@ -67,13 +67,13 @@ class Device:
 
     def launch(self, plan: BatchPlan) -> Output:
         self.now += HOST_S
-        widths = plan.slots["stop"] - plan.slots["start"]
-        tokens, decodes = int(widths.sum()), (plan.slots["flags"] & Flag.FROM_DEVICE) != 0
+        widths = plan.sequences["stop"] - plan.sequences["start"]
+        tokens, decodes = int(widths.sum()), (plan.sequences["flags"] & Flag.FROM_DEVICE) != 0
         if len(plan.tokens):
             tokens = -(-tokens // TILE) * TILE
-        seconds = float(np.interp(tokens, TOKENS, SECONDS)) + CONTEXT_S * int(plan.slots["stop"][decodes].sum())
+        seconds = float(np.interp(tokens, TOKENS, SECONDS)) + CONTEXT_S * int(plan.sequences["stop"][decodes].sum())
         self._end = max(self._end, self.now) + seconds
-        return Output(self, int(np.count_nonzero(plan.slots["flags"] & Flag.SAMPLES)), self._end)
+        return Output(self, int(np.count_nonzero(plan.sequences["flags"] & Flag.SAMPLES)), self._end)
 
 
 class Output:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import torch
@@ -17,7 +18,7 @@ from minisgl.core.layout import (
     NO_MASKS,
     NO_ROW_STATES,
     PAGE_WRITE,
-    SLOT,
+    SEQUENCE,
     SLOT_ID,
     STATE,
     STATE_LEN,
@@ -68,6 +69,7 @@ class NativeEngine:
         dummy: bool = False,
         quantization: str | None = None,
         cache: str = "auto",
+        **options: Any,
     ) -> NativeEngine:
         recurs = "linear_num_value_heads" in (folder / "config.json").read_text()
         config = EngineConfig(
@@ -82,6 +84,7 @@ class NativeEngine:
             quantization=quantization,
             kv_cache_dtype=cache,
             speculate="off",
+            **options,
         )
         return cls(Engine.from_config(config, 8192, Group(ALONE)))
 
@@ -110,18 +113,18 @@ class NativeEngine:
                         continue
                     pages.append((group, span.row, len(mapped[span.row]), free[-1]))
                     mapped[span.row].append(free.pop())
-        slots = [(s.row, s.start, s.stop, (Flag.SAMPLES | flags) if s.samples else 0) for s in spans]
+        sequences = [(s.row, s.start, s.stop, (Flag.SAMPLES | flags) if s.samples else 0) for s in spans]
         captures, folds = [], []
         for i, span in enumerate(spans if self.recurs else []):
             decodes = span.start > 0 and len(span.ids) == 1
             self._move_state(span, decodes, pages, captures, folds)
             if decodes:
-                slots[i] = (*slots[i][:3], slots[i][3] | Flag.FROM_DEVICE)
+                sequences[i] = (*sequences[i][:3], sequences[i][3] | Flag.FROM_DEVICE)
                 self.engine.parts.state.last_token[span.row] = span.ids[0]
-        from_host = [s.ids for s, slot in zip(spans, slots, strict=True) if not slot[3] & Flag.FROM_DEVICE]
+        from_host = [s.ids for s, sequence in zip(spans, sequences, strict=True) if not sequence[3] & Flag.FROM_DEVICE]
         self.plan = BatchPlan(
             0,
-            np.array(slots, SLOT),
+            np.array(sequences, SEQUENCE),
             np.concatenate([np.array(ids, np.int32) for ids in [[], *from_host]]).astype(np.int32),
             np.array(pages, PAGE_WRITE),
             NO_ROW_STATES if rows is None else rows,

@@ -12,13 +12,13 @@ from transformers.models.gemma2 import modeling_gemma2
 from transformers.models.gpt_oss import modeling_gpt_oss
 
 from contract.harness import Span, make_batch
-from minisgl.attention.backend import AttentionSpec
+from minisgl.attention.backend import MixerSpec
 from minisgl.attention.selection import ATTENTION, resolve_attention
 from minisgl.core.specs import GroupedQuery
 from minisgl.ops import reference
 from minisgl.ops.table import resolve_ops
 
-SPEC = AttentionSpec("cpu", torch.float32, GroupedQuery(heads=4, kv_heads=2, head_dim=64, scale=0.125), page_size=16)
+SPEC = MixerSpec("cpu", torch.float32, GroupedQuery(heads=4, kv_heads=2, head_dim=64, scale=0.125), page_size=16)
 NAMES = [name for name in ATTENTION.names if ATTENTION.refusal(name, SPEC) is None]
 BACKENDS = [*NAMES, "reference,cpu"]
 MIXES = {
@@ -80,7 +80,7 @@ def run(
         softcap=softcap,
         has_sinks=sinks is not None,
     )
-    spec = AttentionSpec("cpu", pages.dtype, kind, pages.shape[3])
+    spec = MixerSpec("cpu", pages.dtype, kind, pages.shape[3])
     (attention,) = resolve_attention(backend, [spec], resolve_ops("cpu"))
     step = attention.prepare(make_batch(spans), table, torch.zeros(len(q), dtype=torch.int64))
     out = step.forward(q, pages, sinks)

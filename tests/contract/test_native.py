@@ -6,7 +6,7 @@ import copy
 import multiprocessing
 import random
 import zlib
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -20,13 +20,15 @@ from contract.checkpoints import COMMON, Checkpoint, architecture, configuration
 from contract.harness import Span
 from contract.native_engine import PAGES, ROWS, NativeEngine
 from minisgl import LLM, SamplingParams
-from minisgl.core.layout import ROW_STATE, Flag
+from minisgl.core.layout import ROW_STATE, Flag, adapter_load
+from minisgl.core.params import Adapter
 from minisgl.core.rounding import round_up
 from minisgl.distributed.group import Group
 from minisgl.distributed.info import ALONE
 from minisgl.engine.engine import Engine
 from minisgl.engine.resolve import resolve
 from minisgl.engine.runner import EagerRunner
+from minisgl.layers.adapters import Adapted, LowRank
 from minisgl.models.families import FAMILIES
 from minisgl.models.model_config import ModelConfig
 from minisgl.models.positions import SLIDING
@@ -188,19 +190,24 @@ def test_head_sizes(tmp_path: Path, isa: str, dim: int):
             assert_close(engine.step([Span(0, i, [A[i]])]), want[i : i + 1], tolerance)
 
 
-def eager_runner(folder: Path, page_size: int, cache: str = "auto") -> Any:
+def eager_engine(folder: Path, page_size: int, cache: str = "auto", **options: Any) -> Engine:
     config = EngineConfig(
         model=str(folder),
         device="cpu",
         dtype="float32",
         page_size=page_size,
-        num_pages=PAGES // page_size,
+        num_pages=PAGES,
         max_running_requests=ROWS,
         kv_cache_dtype=cache,
         attention_backend="cpu",
         speculate="off",
+        **options,
     )
-    return Engine.from_config(config, 8192, Group(ALONE)).general
+    return Engine.from_config(config, 8192, Group(ALONE))
+
+
+def eager_runner(folder: Path, page_size: int, cache: str = "auto") -> Any:
+    return eager_engine(folder, page_size, cache).general
 
 
 @pytest.mark.parametrize("option", [(0.7, False, False), (0.0, True, False), (0.0, False, True), (0.3, True, True)])
@@ -299,6 +306,79 @@ def test_bits_do_not_depend_on_the_company(tmp_path: Path, isa: str, dtype: str,
             for logits in ways(engine):
                 want = logits if want is None else want
                 assert torch.equal(logits, want)
+
+
+ADAPTED = (
+    *("wide-heads-odd-vocabulary", "qwen2-moe", "gemma4-shared", "qwen3.5"),
+    *("phi", "laguna", "gemma4-moe", "qwen3-tied-wide-heads"),
+)
+ADAPTER_KINDS = [("float32", None), ("bfloat16", "int8"), ("bfloat16", None), ("float32", "int4")]
+ROOM = {"lora_dynamic": "anywhere", "max_loras": 2, "max_lora_rank": 40}
+
+
+def random_adapter(folder: Path, adapted: Sequence[Adapted], rank: int) -> dict[str, LowRank]:
+    """Adapter "a" has rank 5 and all modules; "b" has rank 33 with biases, and not all modules."""
+    is_first, result = folder.name == "a", {}
+    random = torch.Generator().manual_seed(int(is_first))
+    for name, (rows, cols) in {name: shape for one in adapted for name, shape in one.modules.items()}.items():
+        if is_first or "k_proj" not in name:
+            a, b = (torch.randn(n, 5 if is_first else 33, generator=random) for n in (cols, rows))
+            bias = None if is_first else torch.randn(rows, generator=random)
+            result[name] = LowRank(a.t() * cols**-0.5, b, 0.1, bias)
+    return result
+
+
+def start_adapters(engine: Engine, of_rows: dict[int, int]) -> None:
+    """Load "a" and "b", and give rows their slots."""
+    assert engine.parts.adapters is not None
+    engine.parts.adapters.start(np.concatenate([adapter_load(1, "key:a"), adapter_load(2, "key:b")]))
+    for row in range(ROWS):
+        engine.parts.state.adapter[row] = of_rows.get(row, 0)
+
+
+@pytest.mark.parametrize("kind", ADAPTER_KINDS)
+def test_adapters(tmp_path: Path, isa: str, kind: tuple[str, str | None], monkeypatch: pytest.MonkeyPatch) -> None:
+    """Adapters give the logits of the reference op, and bits that neither company, chunks nor prefix hits change.
+
+    Rows without one beside them have the bits of a model without adapters. Each family meets one kind of weights.
+    """
+    monkeypatch.setattr("minisgl.engine.adapters.open_adapter", random_adapter)
+    config = taken()[ADAPTED[2 * ADAPTER_KINDS.index(kind) + (isa == native.usable_isas()[0])]]
+    for dtype, quantization in dict.fromkeys([("float32", None), kind]):
+        folder = tmp_path / dtype / str(quantization)
+        save(folder, wide(config) if quantization else config)
+        engine = NativeEngine.load(folder, dtype, quantization=quantization, **ROOM)
+        plain, eager = NativeEngine.load(folder, dtype, quantization=quantization), eager_engine(folder, 16, **ROOM)
+        for parts in (engine.engine, eager):
+            start_adapters(parts, dict.fromkeys(range(ROWS), 1) | {7: 0, 8: 2, 13: 0, 15: 2})
+            parts.parts.state.last_token[13:15] = 1
+        if (dtype, quantization) == kind:
+            first, *others = ways(engine)
+            assert all(torch.equal(logits, first) for logits in others)
+        tolerance = 1e-4 if (dtype, quantization) == ("float32", None) else 0.15
+        for spans in (
+            [Span(13, 0, A), Span(14, 0, A), Span(15, 0, A[:70])],
+            [Span(13, 90, [1]), Span(14, 90, [1]), Span(15, 70, A[70:])],
+        ):
+            ours, of_base = engine.step(spans, Flag.ADAPTED), plain.step(spans)
+            theirs = eager.general.logits_of(engine.plan)
+            change, error = ((ours - x).abs().amax(1) / theirs.abs().amax(1) for x in (of_base, theirs))
+            assert change[1:].min() > 0.2 > 0 == change[0]
+            assert quantization == "int4" or error.median() < tolerance
+
+
+def test_adapters_verify_drafts(isa: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Requests of adapters and of the base that draft from their own texts get the texts that they get alone."""
+    monkeypatch.setattr("minisgl.engine.adapters.open_adapter", random_adapter)
+    adapters = [None, *(Adapter(name, name, "key") for name in "ab")]
+    params = [SamplingParams(temperature=0, max_tokens=32, ignore_eos=True, adapter=adapter) for adapter in adapters]
+    texts = []
+    for speculate in ("off", "ngram"):
+        llm = LLM(device="cpu", threads=2, quantization="int8", speculate=speculate, **ROOM)
+        texts.append([c.token_ids for c in llm.generate(["One, two, one, two, one, two,"] * 3, params)])
+    alone = [llm.generate(["One, two, one, two, one, two,"], [p])[0].token_ids for p in params]
+    assert texts[0] == texts[1] == alone
+    assert len(set(map(tuple, alone))) == 3
 
 
 def _spin() -> None:

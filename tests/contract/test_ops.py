@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import os
 from dataclasses import replace
-from itertools import product
+from itertools import pairwise, product
 
 import pytest
 import torch
 from torch.testing import assert_close
 
-from minisgl.ops import reference
+from minisgl.ops import adapters, reference
+from minisgl.ops.adapters import AdapterWeights, ModuleRows
 from minisgl.ops.reference import Experts
 from minisgl.ops.table import OPS, OpTable, load_ops, resolve_ops
 
@@ -69,6 +70,34 @@ def test_norms_embedding_and_activation(ops: OpTable, dtype: torch.dtype, rows: 
         close(got, want)
     ids = torch.randint(0, rows, (5,), dtype=torch.int32)
     close(ops.embedding(ids, x), x[ids.long()])
+
+
+ADAPTED = {  # K, r, gate, bounds of modules, which may repeat
+    "one output": (16, 16, "", (0, 1)),
+    "q, k, v": (272, 16, "", (0, 72, 104, 136)),
+    "gate and up": (48, 48, "silu", (0, 80, 160)),
+    "gate and up of odd sizes": (64, 16, "gelu_tanh", (0, 37, 74)),
+    "rows of modules in turns": (32, 16, "", (0, 16, 48, 64, 96)),
+}
+
+
+@pytest.mark.parametrize("case", ADAPTED.values(), ids=[*ADAPTED])
+@pytest.mark.parametrize("tokens", [0, 1, 70, 300])
+def test_adapters(ops: OpTable, dtype: torch.dtype, tokens: int, case: tuple[int, int, str, tuple[int, ...]]):
+    """Tokens of several slots and of none, in any order, with a slot of NaN among them, from a slice of the inputs."""
+    n_in, rank, gate, bounds = case
+    slots, n_rows, parts = 20 if tokens == 70 else 3, bounds[-1], 2 if len(bounds) == 5 else len(bounds) - 1
+    memory = torch.randn(slots, parts * rank * (n_in + 1) + n_rows * rank).to(dtype) / 8
+    memory[1] = torch.nan
+    a, shift, b = memory.split([parts * rank * n_in, parts * rank, n_rows * rank], 1)
+    rows = tuple(ModuleRows(start, stop, i % parts) for i, (start, stop) in enumerate(pairwise(bounds)))
+    weights = AdapterWeights(a.view(slots, -1, n_in), shift, b.view(slots, -1, rank), rows)
+    y, x = torch.randn(tokens, n_rows).to(dtype), torch.randn(tokens, n_in + 16).to(dtype)[:, :n_in]
+    for choice in (torch.arange(tokens) // 50, torch.arange(tokens) * 7 + 3, torch.zeros(tokens)):
+        chosen = (choice % (slots + 1)).int()
+        got, want = (run(y.clone(), x, chosen, weights, gate) for run in (ops.add_adapters, adapters.add_adapters))
+        assert got.dtype == dtype and (chosen == 2).equal(want.isnan().any(1))
+        assert_close(got, want, rtol=2 * RTOL[dtype], atol=2 * RTOL[dtype], equal_nan=True)
 
 
 @pytest.mark.parametrize("rows", [1, 7])

@@ -1,4 +1,4 @@
-"""Models with a recurrent state through the whole engine: texts as transformers', hits, choices, speculation."""
+"""Models with a recurrent state, and latents, through the whole engine: texts as transformers', hits, options."""
 
 from __future__ import annotations
 
@@ -12,6 +12,7 @@ from msgspec.structs import replace
 from contract.checkpoints import Checkpoint, configurations, save
 from minisgl import LLM, SamplingParams
 from minisgl.checkpoint import hf
+from minisgl.core.params import Grammar
 
 
 @pytest.fixture(scope="module", params=["qwen3-next", "qwen3.5", "qwen3.5-moe"])
@@ -51,16 +52,22 @@ def test_a_chat_of_ten_turns(hybrid: Checkpoint) -> None:
     llm.close()
 
 
-@pytest.mark.parametrize("hybrid", ["qwen3.5-moe"], indirect=True)
+@pytest.mark.parametrize("hybrid", ["qwen3.5-moe", "deepseek-v3"], indirect=True)
 def test_options_change_no_text(hybrid: Checkpoint) -> None:
-    """Choices, logprobs, penalties, drafts and a small memory, together in steps."""
+    """Choices, logprobs, penalties, a grammar, drafts and a small memory, together in steps."""
     prompts = [[7 * i + j for j in range(1, 20 + 9 * i)] for i in range(3)]
     prompts = [[token % 150 + 1 for token in prompt] for prompt in prompts]
-    params = SamplingParams(temperature=0.8, seed=3, max_tokens=30, ignore_eos=True, n=2, logprobs=2)
+    params = SamplingParams(temperature=0.8, seed=3, max_tokens=30, ignore_eos=True, n=2, logprobs=2, echo=True)
     settings = [replace(params, presence_penalty=0.5 * (i % 2), temperature=0.8 * (i % 3 > 0)) for i in range(3)]
-    texts = []
+    settings[2] = replace(settings[2], grammar=Grammar("regex", "[a-z ]{40,90}"), ignore_eos=False)
+    texts, logprobs = [], []
     for options in ({"cache_type": "naive"}, {"speculate": "ngram"}, {"max_prefill_length": 32, "num_pages": 64}):
         llm = load(hybrid.folder, max_running_requests=8, **options)
-        texts.append([[c.token_ids for c in result.outputs] for result in llm.generate(prompts, settings)])
+        choices = [choice for result in llm.generate(prompts, settings) for choice in result.outputs]
+        texts.append([choice.token_ids for choice in choices])
+        logprobs.append([t.logprob or 0.0 for c in choices for t in (*c.prompt_logprobs, *c.logprobs)])
         llm.close()
     assert texts[1] == texts[0] and texts[2] == texts[0]
+    assert logprobs[1] == pytest.approx(logprobs[0], abs=1e-3) and logprobs[2] == pytest.approx(logprobs[0], abs=1e-3)
+    want = [hybrid.logits(prompt).log_softmax(-1)[range(len(prompt) - 1), prompt[1:]] for prompt in prompts[:1]]
+    assert logprobs[0][1 : len(prompts[0])] == pytest.approx(want[0].tolist(), abs=1e-3)

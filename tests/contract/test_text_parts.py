@@ -23,12 +23,13 @@ from transformers import (
 )
 
 from contract.checkpoints import COMMON
-from contract.harness import MiniEngine, Span
+from contract.harness import CPU, MiniEngine, Span
 from contract.test_parity import assert_equal
 from minisgl.checkpoint import hf
 from minisgl.core.errors import ConfigError
 from minisgl.models.model_config import ModelConfig
 from minisgl.models.quantize import quantize
+from minisgl.tools.verify.checks import reference
 
 IDS = [(7 * i * i + 3 * i) % 150 for i in range(70)]
 GQA = {"num_attention_heads": 4, "num_key_value_heads": 2}
@@ -137,6 +138,8 @@ def test_text_parts_agree_with_transformers(
 ) -> None:
     with caplog.at_level(logging.WARNING):
         check(*checkpoint)
+    folder, want = checkpoint
+    assert_equal(reference(folder, [IDS], torch.float32, CPU).logits[0], want)  # of `minisgl verify`
     (line,) = [record.getMessage() for record in caplog.records if "text part" in record.getMessage()]
     assert "vis" in line
 

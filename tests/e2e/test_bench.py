@@ -6,11 +6,15 @@ import json
 import re
 from pathlib import Path
 from typing import Any
+from unittest.mock import patch
 
 import pytest
 
 from e2e.harness import ServerProcess
 from minisgl.__main__ import main
+from minisgl.core.layout import adapter_loads
+from minisgl.core.params import folder_of
+from minisgl.engine.adapters import AdapterPool
 from minisgl.tools.bench.offline import offline_table
 from minisgl.tools.bench.workloads import WORKLOADS
 
@@ -41,6 +45,23 @@ def test_offline(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert " ".join(report["machine"]["date"].split()) in words
     for row in ("workload batch64 single", "requests 3 3", "tokens in of each 24 24", "tokens out of each 20 20"):
         assert row in words
+
+
+@pytest.mark.parametrize(("unused", "names"), [((), {"0", "1"}), (("--adapters-unused",), set())])
+def test_offline_with_adapters(unused: tuple[str, ...], names: set[str], tmp_path: Path) -> None:
+    """Requests use random adapters in turn, which are gone afterwards."""
+    used: set[Path] = set()
+    start = AdapterPool.start
+
+    def spy(pool: AdapterPool, loads: Any) -> None:
+        used.update(Path(folder_of(source)) for _, source in adapter_loads(loads))
+        start(pool, loads)
+
+    adapters = ("--adapters", "2", "--adapter-rank", "4", *unused)
+    with patch.object(AdapterPool, "start", spy):
+        report = run(tmp_path / "report.json", "offline", "--workload", "batch64", *TINY, "--repeat", "1", *adapters)
+    assert report["results"][0]["output_tokens"] == 60
+    assert {folder.name for folder in used} == names and not any(folder.exists() for folder in used)
 
 
 @pytest.mark.parametrize("quantization", ["int8", "fp8_block"])

@@ -81,10 +81,10 @@ def run_samples(url: str, operation: dict[str, Any]) -> list[str]:
     return done.stdout.split("\n%\n")[:-1]
 
 
-EMBEDDING_PATHS = ("/v1/embeddings", "/v1/score", "/v1/rerank")  # test_score.py runs their samples
+OTHER_PATHS = ("/v1/embeddings", "/v1/score", "/v1/rerank", "lora_adapter")  # test_score.py and test_adapters.py
 
 
-@pytest.mark.parametrize("key", sorted(key for key in ENDPOINTS if not key.endswith(EMBEDDING_PATHS)))
+@pytest.mark.parametrize("key", sorted(key for key in ENDPOINTS if not key.endswith(OTHER_PATHS)))
 def test_samples_run(server: ServerProcess, document: dict[str, Any], key: str) -> None:
     method, path = key.split()
     answers = run_samples(server.url, document["paths"][path][method.lower()])

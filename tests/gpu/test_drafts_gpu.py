@@ -58,7 +58,7 @@ def watched(llm: LLM) -> Iterator[set[str]]:
     launch = watched_engine.launch
 
     def watching(plan: BatchPlan) -> Any:
-        if (plan.slots["flags"] & Flag.DRAFTS).any():
+        if (plan.sequences["flags"] & Flag.DRAFTS).any():
             seen.add(next(r for r in watched_engine.runners if r.fits(plan)).name)
         return launch(plan)
 

@@ -17,6 +17,7 @@ from transformers import Gemma3TextConfig, PretrainedConfig, Qwen3MoeConfig
 
 from contract.checkpoints import save
 from minisgl import LLM, Grammar, SamplingParams
+from minisgl.checkpoint.adapter import adapters_of
 from minisgl.checkpoint.hf import BUILTIN_MODEL, load_config
 from minisgl.core.layout import FULL, Flag
 from minisgl.core.plan import BatchPlan
@@ -27,6 +28,7 @@ from minisgl.engine.resolve import resolve
 from minisgl.engine.trial import trial_plan
 from minisgl.scheduler.check import check_idle
 from minisgl.settings.options import EngineConfig
+from minisgl.tools.bench.shapes import write_adapter
 
 FILLER = "The grass is green. The sky is blue. The sun is yellow. Here we go. There and back again. "
 CHATS = [
@@ -225,6 +227,42 @@ def test_grammar_tokens_match_cpu(graphs: int):
     assert [c.token_ids for c in got] == [c.token_ids for c in want]
 
 
+@pytest.fixture(scope="module")
+def adapters(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A folder of two random adapters, strong enough to change what the built-in model answers."""
+    folder = tmp_path_factory.mktemp("adapters")
+    for seed, rank in enumerate((8, 24)):
+        torch.manual_seed(seed)
+        write_adapter(folder / str(seed), load_config(BUILTIN_MODEL), rank)
+        config = folder / str(seed) / "adapter_config.json"
+        config.write_text(json.dumps(json.loads(config.read_text()) | {"lora_alpha": 1000}))
+    return folder
+
+
+@pytest.mark.parametrize(
+    "options",
+    [
+        {},
+        {"cuda_graph_max_bs": 0},
+        {"speculate": "ngram"},
+        {"max_prefill_length": 96, "overlap": False},
+        {"max_loras": 1},
+    ],
+    ids=str,
+)
+def test_tokens_with_adapters_match_cpu(options: dict[str, Any], adapters: Path):
+    """Of requests with each adapter and with none in one batch."""
+    chosen = [None, *adapters_of(str(adapters))]
+    params = [SamplingParams(temperature=0, max_tokens=40, adapter=chosen[i % 3]) for i in range(len(CHATS))]
+    lora = {"lora": str(adapters)}
+    on_cpu = LLM(device="cpu", dtype="float32", num_pages=2000, attention_backend="cpu", **lora)
+    plain, want = texts(on_cpu, SamplingParams(temperature=0, max_tokens=40)), texts(on_cpu, params)
+    assert [a == b for a, b in zip(plain, want, strict=True)] == [p.adapter is None for p in params]
+    with engine(**lora, **options) as llm:
+        for _ in range(2):
+            assert texts(llm, params) == want
+
+
 GREETING = Grammar("regex", "[A-Za-z ,.!?]{80,90}")
 KINDS = [
     SamplingParams(temperature=0.0, max_tokens=48),
@@ -264,7 +302,7 @@ def watched(llm: LLM) -> Iterator[set[tuple[str, int]]]:
     launch = watched_engine.launch
 
     def watching(plan: BatchPlan) -> Any:
-        flags = plan.slots["flags"]
+        flags = plan.sequences["flags"]
         if (flags & Flag.FROM_DEVICE).all():
             runner = next(r for r in watched_engine.runners if r.fits(plan))
             seen.add((runner.name, tail_of(int(np.bitwise_or.reduce(flags)))))

@@ -2,11 +2,15 @@
 
 from __future__ import annotations
 
+from itertools import pairwise
+
 import numpy as np
 import pytest
 import torch
 
-from minisgl.ops import reference
+from minisgl.core.rounding import round_up
+from minisgl.ops import adapters, reference
+from minisgl.ops.adapters import AdapterWeights, ModuleRows
 from minisgl.ops.sampling import noise_bits
 from minisgl.ops.table import load_ops
 
@@ -93,6 +97,37 @@ def test_projections_after_norm(size: int, hidden: int, dtype: torch.dtype):
                     want = reference.add_norm_linear(*exact, None if bias is None else bias.double(), gate)[0]
                     near(out, want)
                     assert torch.equal(total, want_total)
+
+
+ADAPTED = {  # K, r, gate, bounds of modules
+    "q, k, v": (4096, 16, "", (0, 4096, 5120, 6144)),
+    "down": (12288, 16, "", (0, 4096)),
+    "gate and up": (1024, 64, "silu", (0, 3072, 6144)),
+    "gate and up of odd sizes": (48, 48, "gelu_tanh", (0, 37, 74)),
+    "one output": (64, 32, "", (0, 1)),
+}
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32, torch.float16], ids=str)
+@pytest.mark.parametrize("case", ADAPTED.values(), ids=[*ADAPTED])
+def test_adapters(case: tuple[int, int, str, tuple[int, ...]], dtype: torch.dtype):
+    """Of 1, 8 and all of 11 slots and none, in turns and in runs; a token's bits do not depend on the others."""
+    n_in, rank, gate, bounds = case
+    slots, n_rows, inner = 11, bounds[-1], (len(bounds) - 1) * rank
+    rows = tuple(ModuleRows(*at, i) for i, at in enumerate(pairwise(bounds)))
+    sizes = inner * n_in, inner, n_rows * rank
+    memory = randn(slots, round_up(sum(sizes), 64), dtype=dtype) / 8
+    a, shift, b = (memory[:, sum(sizes[:i]) :][:, : sizes[i]] for i in range(3))
+    weights = AdapterWeights(a.view(slots, inner, n_in) / n_in**0.5, shift, b.view(slots, n_rows, rank), rows)
+    exact = AdapterWeights(weights.a.double(), shift.double(), weights.b.double(), rows)
+    for tokens in (1, 2, 8, 64, 300, 2048):
+        y, x = randn(tokens, n_rows, dtype=dtype), randn(tokens, n_in + 64, dtype=dtype)[:, :n_in]
+        order = torch.arange(tokens, device="cuda")
+        for chosen in (order // 50 % 2 * 3, order * 7 % 8 + 1, order % (slots + 1)):
+            got = OPS.add_adapters(y.clone(), x, chosen.int(), weights, gate)
+            near(got, adapters.add_adapters(y.double(), x.double(), chosen.int(), exact, gate))
+            alone = torch.where(order == tokens - 1, chosen, 0).int()
+            assert torch.equal(got[-1], OPS.add_adapters(y.clone(), x, alone, weights, gate)[-1])
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32, torch.float16], ids=str)

@@ -10,7 +10,7 @@ import torch
 
 from contract.harness import make_batch
 from contract.test_attention import MIXES, setting
-from minisgl.attention.backend import Attention, AttentionSpec, StepAttention
+from minisgl.attention.backend import Attention, MixerSpec, StepAttention
 from minisgl.attention.selection import ATTENTION, resolve_attention
 from minisgl.core.plan import Batch
 from minisgl.core.specs import GroupedQuery
@@ -48,7 +48,7 @@ def backend(
     A failed build fails the test.
     """
     kind = GroupedQuery(KV_HEADS * group, KV_HEADS, dim, dim**-0.5, window, softcap=softcap)
-    spec = AttentionSpec(CUDA, BF16, kind, page_size)
+    spec = MixerSpec(CUDA, BF16, kind, page_size)
     for name in names.split(","):
         reason = ATTENTION.refusal(name, spec)
         if reason is not None:
@@ -125,7 +125,7 @@ def test_fa3_attends_with_a_soft_cap_or_is_replaced(mix: str):
     """Its wheel may have been built without soft caps; it must then fail when it is built."""
     step = Step(MIXES[mix], 128, 2, 128)
     kind = GroupedQuery(2 * KV_HEADS, KV_HEADS, 128, 128**-0.5, softcap=2.0)
-    (attention,) = resolve_attention("fa3", [AttentionSpec(CUDA, BF16, kind, 128)], OpTable())
+    (attention,) = resolve_attention("fa3", [MixerSpec(CUDA, BF16, kind, 128)], OpTable())
     assert_near(step.forward(attention), step.expected(softcap=2.0), step.spans)
 
 

@@ -11,7 +11,7 @@ from collections.abc import Callable
 from contextlib import nullcontext
 from dataclasses import replace
 from types import SimpleNamespace
-from typing import Any
+from typing import Any, ClassVar
 
 import numpy as np
 import pytest
@@ -21,12 +21,12 @@ from minisgl.core.layout import (
     FULL,
     NO_INTS,
     NO_MASKS,
-    NO_SLOTS,
+    NO_SEQUENCES,
     PAGE_WRITE,
     PROPOSAL,
     PROPOSED,
     ROW_STATE,
-    SLOT,
+    SEQUENCE,
     WINDOW,
     Flag,
 )
@@ -101,6 +101,7 @@ class Table:
     """A model of random numbers."""
 
     num_parameters, config = 1, SimpleNamespace(vocab_size=VOCAB, num_layers=1)
+    recurrences: ClassVar[dict[int, Any]] = {}
 
     def __init__(self, repeats: bool) -> None:
         """The text `repeats` itself where the position is below 50."""
@@ -181,13 +182,13 @@ class Traffic:
 
     def prompts(self, rows: list[int]) -> BatchPlan:
         """Rows are filled, some with tokens that were generated before."""
-        slots, tokens, pages, states, penalties = [], [], [], [], [NO_INTS]
+        sequences, tokens, pages, states, penalties = [], [], [], [], [NO_INTS]
         for row in rows:
             ids = np.array([self.rng.randrange(VOCAB) for _ in range(self.rng.randrange(1, 9))], np.int32)
             req = Req(row, ids, self.params[row], 40, row, (5 << 32) | (row * 977))
             req.append_sampled(np.array([self.rng.randrange(9)] * self.rng.randrange(3), np.int32))
             p, count = req.sampling_params, len(req.ids)
-            slots.append((row, 0, count, Flag.SAMPLES | sampling_flags(req)))
+            sequences.append((row, 0, count, Flag.SAMPLES | sampling_flags(req)))
             tokens.append(req.ids)
             pages += [(FULL, row, i, row * WIDTH + i) for i in range(WIDTH)]
             pages += [(WINDOW, row, i, row * WIDTH + (3 * i) % WIDTH) for i in range(WIDTH)]
@@ -195,19 +196,19 @@ class Traffic:
             if p.has_penalties:
                 penalties.append(penalty_record(req, row, frozenset({2})))
             self.lens[row], self.texts[row], self.ready[row] = count, req.ids.tolist(), -1
-        return self._plan(slots, np.concatenate(tokens), pages, states, np.concatenate(penalties))
+        return self._plan(sequences, np.concatenate(tokens), pages, states, np.concatenate(penalties))
 
     def decode(self, rows: list[int]) -> BatchPlan:
-        slots = []
+        sequences = []
         for row in rows:
             req = Req(row, NO_INTS, self.params[row], 1, row, 0)
-            slots.append((row, self.lens[row], self.lens[row] + 1, decode_flags(req)))
+            sequences.append((row, self.lens[row], self.lens[row] + 1, decode_flags(req)))
             self.lens[row] += 1
-        return self._plan(slots, NO_INTS, [(FULL, rows[0], WIDTH - 1, rows[0] * WIDTH)], [], NO_INTS)
+        return self._plan(sequences, NO_INTS, [(FULL, rows[0], WIDTH - 1, rows[0] * WIDTH)], [], NO_INTS)
 
     def draft(self, rows: list[int]) -> BatchPlan:
         """As `decode`, but most of the rows have DRAFTS, and the host thinks that some texts are longer."""
-        slots, histories, proposals = [], [NO_INTS], []
+        sequences, histories, proposals = [], [NO_INTS], []
         for row in rows:
             flags = decode_flags(Req(row, NO_INTS, self.params[row], 1, row, 0))
             start, count = self.lens[row], 0
@@ -224,14 +225,14 @@ class Traffic:
                 start += self.rng.randrange(3)
             else:
                 self.ready[row] = -1
-            slots.append((row, start, start + 1 + count, flags))
-        plan = self._plan(slots, NO_INTS, [(FULL, rows[0], WIDTH - 1, rows[0] * WIDTH)], [], NO_INTS)
+            sequences.append((row, start, start + 1 + count, flags))
+        plan = self._plan(sequences, NO_INTS, [(FULL, rows[0], WIDTH - 1, rows[0] * WIDTH)], [], NO_INTS)
         return replace(plan, histories=np.concatenate(histories), proposals=np.array(proposals, PROPOSAL))
 
     def collect(self, plan: BatchPlan, result: np.ndarray) -> None:
         """Take in a result of tokens, finiteness, confirmation and the number of drafts."""
         column = 0
-        for (row, _, _, flags), width in zip(plan.slots.tolist(), plan.widths.tolist(), strict=True):
+        for (row, _, _, flags), width in zip(plan.sequences.tolist(), plan.widths.tolist(), strict=True):
             tokens, _, confirmed, ready = result[:4, column : column + width]
             column += width
             taken = tokens[confirmed != 0].tolist()
@@ -246,20 +247,22 @@ class Traffic:
         if drafts:
             then = replace(then, histories=first.histories, proposals=first.proposals)
         masks = [plan.masks for plan in (first, then) if len(plan.masks)]
-        both = {name: np.concatenate([getattr(first, name), getattr(then, name)]) for name in ("slots", "page_writes")}
+        both = {
+            name: np.concatenate([getattr(first, name), getattr(then, name)]) for name in ("sequences", "page_writes")
+        }
         return replace(then, **both, masks=np.concatenate(masks) if masks else NO_MASKS)
 
-    def _plan(self, slots: list, tokens: np.ndarray, pages: list, states: list, penalties: np.ndarray) -> BatchPlan:
+    def _plan(self, sequences: list, tokens: np.ndarray, pages: list, states: list, penalties: np.ndarray) -> BatchPlan:
         self.step += 1
         masked = [
             row
-            for row, start, stop, flags in slots
+            for row, start, stop, flags in sequences
             for _ in range(stop - start if flags & Flag.DRAFTS else 1)
             if flags & Flag.MASKED
         ]
         bits = [self.rng.getrandbits(32) for _ in range(WORDS * len(masked))]
         masks = np.array(bits, np.uint32).view(np.int32).reshape(-1, WORDS) if masked else NO_MASKS
-        records = np.array(slots, SLOT), tokens, np.array(pages, PAGE_WRITE), np.array(states, ROW_STATE)
+        records = np.array(sequences, SEQUENCE), tokens, np.array(pages, PAGE_WRITE), np.array(states, ROW_STATE)
         return BatchPlan(self.step, *records, penalties, masks)
 
 
@@ -314,7 +317,7 @@ def test_graphs_give_what_the_eager_runner_gives(runners: Any, is_late: bool) ->
         mine, theirs = runner.parts, alone.parts
         assert torch.equal(mine.state.last_token[:ROWS], theirs.state.last_token[:ROWS])
         assert torch.equal(mine.penalties.seen[:ROWS], theirs.penalties.seen[:ROWS])
-        used.add((kind(runner, plan), tail_of(int(np.bitwise_or.reduce(plan.slots["flags"])))))
+        used.add((kind(runner, plan), tail_of(int(np.bitwise_or.reduce(plan.sequences["flags"])))))
 
     for rows in ([0, 1], [2], [3, 4, 5, 6], [8, 7]):
         compare(traffic.prompts(rows))
@@ -347,7 +350,7 @@ def test_graphs_with_drafts_give_what_the_eager_runner_gives(runners: Any, is_la
         want = run(alone, plan, not is_late)
         got = run(runner, plan, is_late)
         if plan.has_drafts:  # the number of drafts is read for rows with DRAFTS only
-            got[3] *= np.repeat((plan.slots["flags"] & Flag.DRAFTS) != 0, plan.widths)
+            got[3] *= np.repeat((plan.sequences["flags"] & Flag.DRAFTS) != 0, plan.widths)
         assert np.array_equal(got, want)
         if plan.has_drafts:
             right += int(want[2].sum()) - len(plan.widths)
@@ -360,7 +363,7 @@ def test_graphs_with_drafts_give_what_the_eager_runner_gives(runners: Any, is_la
         for row in np.flatnonzero(np.array(traffic.ready) >= 0).tolist():
             texts = [p.drafting.history[row, : p.drafting.lengths[row]] for p in (mine, theirs)]
             assert torch.equal(texts[0], texts[1]) and texts[0].tolist() == traffic.texts[row]
-        tail = tail_of(int(np.bitwise_or.reduce(plan.slots["flags"])))
+        tail = tail_of(int(np.bitwise_or.reduce(plan.sequences["flags"])))
         used.add((kind(runner, plan), tail, plan.has_drafts, bool(full)))
     if has_model:
         notes, theirs = (p.drafting.drafter.notes[:ROWS] for p in (captured[0].parts, alone.parts))
@@ -389,7 +392,7 @@ def test_prompt_logprobs_are_left_to_the_eager_runner(runners: Any) -> None:
     _, captured = runners()
     plan = Traffic(0).prompts([0])
     assert captured[0].fits(plan)
-    plan.slots["flags"][0] |= Flag.PROMPT_LOGPROBS
+    plan.sequences["flags"][0] |= Flag.PROMPT_LOGPROBS
     assert not captured[0].fits(plan)
 
 
@@ -415,11 +418,11 @@ def test_padding_is_no_longer_than_a_text_may_be(runners: Any) -> None:
     graphs = runners(drafts=True)[1][0]
     for captured in graphs._graphs:
         size = captured.size
-        for given in (NO_SLOTS, np.array([(0, 0, 1, Flag.FROM_DEVICE)], SLOT)):
-            slots = graphs._io._padded(given, size)
-            lens = slots["stop"] - slots["start"]
+        for given in (NO_SEQUENCES, np.array([(0, 0, 1, Flag.FROM_DEVICE)], SEQUENCE)):
+            sequences = graphs._io._padded(given, size)
+            lens = sequences["stop"] - sequences["start"]
             assert lens.sum() == size.tokens and not lens[-1]
-            decoding = slots[: size.shape.decodes] if size.shape.chunks else slots
+            decoding = sequences[: size.shape.decodes] if size.shape.chunks else sequences
             assert (decoding["stop"] <= (0 if size.shape.chunks else size.shape.queries) + len(given)).all()
 
 

@@ -8,6 +8,8 @@ slots of tiers run as early or as late as they may, at random.
 
 With bounded state, windowed layers store the tokens in pages of their own, and read a window. A recurrent layer keeps a
 checksum in the row's slot. Both must agree with the text. All pages are in one memory, in which blocks change hands.
+
+An adapter changes what is stored of each token. It is in its slot as early or as late as it may be.
 """
 
 from __future__ import annotations
@@ -21,7 +23,8 @@ from functools import partial
 
 import numpy as np
 
-from minisgl.core.layout import FOLD_TOKENS, FULL, LOAD, SLOT_ID, STATE, STATE_LEN, Flag
+from minisgl.core.errors import ConfigError
+from minisgl.core.layout import FOLD_TOKENS, FULL, LOAD, SLOT_ID, STATE, STATE_LEN, Flag, adapter_loads
 from minisgl.core.params import Limits
 from minisgl.core.plan import BatchPlan, StepCosts, StepResult
 from minisgl.kvcache.arena import Blocks
@@ -34,6 +37,14 @@ EOS = 0
 POISON = -7
 RECENT = recent_tokens(STEP_TOKENS)  # tokens that a slot keeps besides its state
 DAMAGED = -8  # what a page of a tier that is not intact becomes: its sequences have no finite logits
+
+
+HUE = 1_000_000
+
+
+def hue_of(source: str) -> int:
+    """What an adapter adds to the tokens that are stored."""
+    return HUE * (1 + zlib.crc32(source.encode()) % 997) if source else 0
 
 
 def next_token(ids: np.ndarray, vocab: int, allowed: Sequence[int] | None = None) -> int:
@@ -50,7 +61,7 @@ def logprob_column(position: int, token: int) -> list[int]:
 def step_seconds(costs: StepCosts, plan: BatchPlan) -> float:
     """How long a step takes, tokens and pairs counted one by one."""
     seconds = costs.base
-    for _, start, stop, flags in plan.slots.tolist():
+    for _, start, stop, flags in plan.sequences.tolist():
         if flags & Flag.FROM_DEVICE:
             seconds += costs.per_token * (stop - start) + costs.per_context * start
         else:
@@ -66,11 +77,12 @@ def expected_output(
     ignore_eos: bool = False,
     stops: Sequence[int] = (),
     matcher: FakeMatcher | LimitedMatcher | None = None,
+    adapter: str = "",
 ) -> list[int]:
     """What the engine must generate for a prompt, whatever else is going on."""
-    ids = list(prompt)
+    ids, hue = list(prompt), hue_of(adapter)
     for _ in range(max_tokens):
-        ids.append(next_token(np.array(ids), vocab, None if matcher is None else matcher.allowed()))
+        ids.append(next_token(np.array(ids) + hue, vocab, None if matcher is None else matcher.allowed()))
         if (ids[-1] == EOS and not ignore_eos) or ids[-1] in stops:
             break
         if matcher is not None:
@@ -136,6 +148,7 @@ class FakeEngine:
         bounded: Sequence[Bounded] = (),
         room: Sequence[int] = (),
         per_block: tuple[int, ...] = (1, 1, 1),
+        adapter_slots: int = 0,
     ) -> None:
         """There are blocks for `num_pages` pages of FULL and for `room` of each of `bounded`; any may take them."""
         count = -(-num_pages // per_block[FULL])
@@ -163,6 +176,11 @@ class FakeEngine:
         self.num_right = 0
         self.tiers = [*tiers]
         self.bounded = [*bounded]
+        self.adapter_slots = adapter_slots
+        self.adapters = [""] * (1 + adapter_slots)  # sources by slot
+        self.num_loads = 0
+        self.adapter_of_row = np.zeros(rows, np.int64)
+        self.loading: list[tuple[int, int, str]] = []  # (step of the plan, slot, source)
         self.window = max((b.window for b in bounded), default=0)
         self.has_state = any(b.group == STATE for b in bounded)
         self.window_table = np.full_like(self.page_table, -1)
@@ -186,6 +204,10 @@ class FakeEngine:
     def step_costs(self) -> StepCosts | None:
         return self.costs
 
+    def read_adapter(self, source: str) -> None:
+        if "bad" in source:
+            raise ConfigError(f"{source} does not fit the model")
+
     def launch(self, plan: BatchPlan) -> FakeOutput:
         packed = plan.pack()
         self.plans.append(packed.tobytes())
@@ -197,9 +219,20 @@ class FakeEngine:
             self.moves.append(output.moves[-1])
             if self.rng.random() < 0.5:
                 self.move(self.moves[-1])
+        for slot, source in adapter_loads(plan.adapters):
+            self.loading.append((plan.step, slot, source))
+            if self.rng.random() < 0.5:
+                self._load_adapters(plan.step + 1)
         while len(self.pending) > self.late:
             self.pending.pop(0).run()
         return output
+
+    def _load_adapters(self, step: int) -> None:
+        """Load what plans before `step` have asked for."""
+        while self.loading and self.loading[0][0] < step:
+            _, slot, source = self.loading.pop(0)
+            self.num_loads += 1
+            self.adapters[slot] = source
 
     def run_until(self, output: FakeOutput) -> None:
         while output.result is None:
@@ -245,9 +278,14 @@ class FakeEngine:
         self.units[unit] = DAMAGED if is_damaged else tokens
 
     def execute(self, plan: BatchPlan, moves: Sequence[tuple[int, ...]] = ()) -> StepResult:
+        self._load_adapters(plan.step)
+        for state in plan.row_states:
+            self.adapter_of_row[state["row"]] = state["fields"]["adapter"]
+        for row, _, _, flags in plan.sequences.tolist():
+            assert bool(flags & Flag.ADAPTED) == bool(self.adapter_of_row[row]), f"row {row} has another adapter"
         for slot, start, stop in plan.folds.tolist():
             self._fold(slot, start, stop)
-        written = {*([] if len(plan.slots) else plan.moves["unit"].tolist())}
+        written = {*([] if len(plan.sequences) else plan.moves["unit"].tolist())}
         copies = [(STATE, target) for target in [*plan.restores["target"], *plan.captures["target"]]]
         writes = plan.page_writes[(plan.page_writes["group"] != STATE) | (plan.page_writes["index"] == SLOT_ID)]
         for group, page in [*writes[["group", "page"]].tolist(), *copies]:
@@ -267,7 +305,7 @@ class FakeEngine:
         sampled, finite, logprobs, prompt_logprobs = [], [], [], []
         confirmed, ready = [], []
         self._remember(plan)
-        for row, start, stop, flags in plan.slots.tolist():
+        for row, start, stop, flags in plan.sequences.tolist():
             if flags & Flag.DRAFTS and self._is_damaged(row, int(self.length[row]) - 1):
                 count = stop - start
                 masks = masks[count if flags & Flag.MASKED else 0 :]
@@ -319,10 +357,10 @@ class FakeEngine:
                 prompt_logprobs += [logprob_column(p, t) for p, t in zip(range(start + 1, stop + 1), ids, strict=False)]
         assert not self.captures, f"no chunk comes to so many tokens: {self.captures}"
         self.num_copies = [self.num_copies[0] + len(plan.restores), self.num_copies[1] + len(plan.captures)]
-        assert not tokens, "the plan has tokens that no slot takes"
-        assert not masks, "the plan has masks that no slot takes"
-        assert not prompt_ids, "the plan has prompt token ids that no slot takes"
-        has_logprobs = bool((plan.slots["flags"] & (Flag.LOGPROBS | Flag.PROMPT_LOGPROBS)).any())
+        assert not tokens, "the plan has tokens that no sequence takes"
+        assert not masks, "the plan has masks that no sequence takes"
+        assert not prompt_ids, "the plan has prompt token ids that no sequence takes"
+        has_logprobs = bool((plan.sequences["flags"] & (Flag.LOGPROBS | Flag.PROMPT_LOGPROBS)).any())
         columns = np.array(logprobs + prompt_logprobs, np.int32).reshape(-1, StepResult.WIDTH).T
         tokens, oks, flags, counts = (np.array(x, np.int32) for x in (sampled, finite, confirmed, ready))
         drafts = {"confirmed": flags, "ready": counts} if plan.has_drafts else {}
@@ -344,6 +382,7 @@ class FakeEngine:
 
     def _store(self, row: int, position: int, token: int, *, in_chunk: bool = False) -> None:
         """Store what layers keep of a token, read what those with a window read, and capture the state after it."""
+        token += self._hue(row)
         page, offset = divmod(position, self.page_size)
         self.kv[self.page_table[row, page], offset] = token
         if self.window:
@@ -372,6 +411,9 @@ class FakeEngine:
             for capture in [c for c in self.captures if c[2:] == (row, position + 1)]:
                 self.copy(*capture)
                 self.captures.remove(capture)
+
+    def _hue(self, row: int) -> int:
+        return hue_of(self.adapters[self.adapter_of_row[row]])
 
     def _check_state(self, row: int, sequence: np.ndarray) -> None:
         if self.has_state:
@@ -419,7 +461,9 @@ class FakeEngine:
             self._check_state(row, self._read(row, position + 1))
         known = self.history[row, : first + 1]
         sequence = self._read(row, first + 1)
-        assert ((known == sequence) | (known == POISON)).all(), f"the history of row {row} is {known}, not {sequence}"
+        assert ((known == sequence % HUE) | (known == POISON)).all(), (
+            f"the history of row {row} is {known}, not {sequence}"
+        )
         allowed = masks or [None] * len(tokens)
         sampled = [next_token(self._read(row, first + 1 + i), self.vocab, allowed[i]) for i in range(len(tokens))]
         right = int(np.cumprod(np.equal(sampled[:-1], tokens[1:])).sum())
@@ -436,9 +480,10 @@ class FakeEngine:
         self.history[row, length : length + len(confirmed)] = confirmed
         self.length[row] = length + len(confirmed)
         self.last_token[row] = confirmed[-1]
-        ids = [*self._read(row, length), *confirmed]
+        hue = self._hue(row)
+        ids = [*self._read(row, length), *(token + hue for token in confirmed)]
         luck = np.random.default_rng(zlib.crc32(np.array(ids, np.int32).tobytes()))
         for i in range(8):
-            ids.append(next_token(np.array(ids), self.vocab))
-            self.drafts[row, i] = ids[-1] if luck.random() < self.draft_luck else luck.integers(self.vocab)
+            ids.append(next_token(np.array(ids), self.vocab) + hue)
+            self.drafts[row, i] = ids[-1] % HUE if luck.random() < self.draft_luck else luck.integers(self.vocab)
         return int(luck.integers(9)) if luck.random() < 0.8 else 0

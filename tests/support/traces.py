@@ -13,7 +13,7 @@ import numpy as np
 
 from minisgl.core.layout import STATE, WINDOW
 from minisgl.core.message import AbortMsg, UserMsg, ids_from_bytes, ids_to_bytes
-from minisgl.core.params import Grammar, SamplingParams, Thinking
+from minisgl.core.params import Adapter, Grammar, SamplingParams, Thinking
 from minisgl.core.plan import FinishReason, StepCosts
 from minisgl.kvcache.snapshots import Bounded, ids_per_row
 from minisgl.kvcache.tiers import TierSpec
@@ -150,6 +150,7 @@ class Harness:
                 ignore_eos=params.ignore_eos,
                 stops=params.stop_token_ids,
                 matcher=matcher,
+                adapter="" if params.adapter is None else params.adapter.source,
             )
             got = self.outputs[uid]
             if params.logprobs is not None and got:
@@ -170,11 +171,13 @@ def run_random_trace(
     damage: float = 0.0,
     deaths: int = 0,
     bounded: str = "",
+    adapter_slots: int = 0,
 ) -> tuple[Harness, Counter[str]]:
     """Random arrivals with shared prefixes, chunked prompts, aborts, EOS, tight pools; all rules checked throughout.
 
     So many `deaths` of the scheduler happen on the way. In each step a stored page is damaged with the probability
-    `damage`. `bounded` names the bounded state that rows have: "window", "state", or "window state".
+    `damage`. `bounded` names the bounded state that rows have: "window", "state", or "window state". With
+    `adapter_slots`, most requests have one of five adapters, of which one is bad.
     """
     rng, limits = random.Random(seed), random.Random(seed)
     page_size = rng.choice((1, 2, 4, 8))
@@ -193,6 +196,7 @@ def run_random_trace(
         costs=costs,
         late=rng.choice((1, 3)),
         tiers=tiers,
+        adapter_slots=adapter_slots,
         **random_bounded(bounded, seed, page_size),
     )
 
@@ -240,6 +244,9 @@ def run_random_trace(
                 wanted["thinking"] = Thinking(*markers, limits.random() < 0.7, lead, budget)
             if limits.random() < 0.3:
                 wanted["priority"] = limits.choice((-5, 1, 2))
+            if adapter_slots and rng.random() < 0.7:
+                name = rng.choice(("bad", *"abcd"))
+                wanted["adapter"] = Adapter(name, f"/{name}", "key")
             prompt = (head + tail)[: max_len - (max_tokens or 1)] or [1]
             child_index = len(h.requests) % 5
             h.add(prompt, max_tokens, child_index, ignore_eos=rng.random() < 0.3, stop_token_ids=stops, **wanted)

@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import Any
 
 from minisgl.checkpoint.quantization import Quantization
-from minisgl.layers.builder import Parameter
+from minisgl.layers.parameter import Parameter
 from minisgl.models.weight import fill, open_checkpoint
 
 

@@ -13,7 +13,7 @@ from starlette.responses import Response
 from minisgl.api import protocol as p
 from minisgl.api.chat import json_schema_format, prepared, shared_fields
 from minisgl.api.frontend import Timeline
-from minisgl.api.http import anthropic_error, report_ignored, to_json
+from minisgl.api.http import MODEL, anthropic_error, report_ignored, to_json
 from minisgl.api.parsers.output import TOOL_CALLS, OutputParser, Step
 from minisgl.api.parsers.pieces import Content, ParsedCall, Piece
 from minisgl.api.requests import ServedModel, text_of, unsupported_type
@@ -222,7 +222,7 @@ def add_messages_routes(routes: Routes) -> None:
     async def messages(request: Request, body: p.MessagesRequest) -> Annotated[Response, p.MessageObject, SSE]:
         """Answer, in Anthropic's shape"""
         message, new_parser = read(request, body)
-        renderer = MessageRenderer(model.name, new_parser)
+        renderer = MessageRenderer(request.scope[MODEL].name, new_parser)
         return response_to(request.app.state.frontend, [message], renderer, body.stream, 1)
 
     @routes.add("POST /v1/messages/count_tokens")

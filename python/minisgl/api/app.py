@@ -15,6 +15,7 @@ from starlette.requests import ClientDisconnect, Request
 from starlette.responses import Response
 from starlette.routing import Route
 
+from minisgl.api.adapters import add_adapter_routes
 from minisgl.api.anthropic import add_messages_routes
 from minisgl.api.embeddings import add_embeddings_routes
 from minisgl.api.frontend import FrontendManager
@@ -35,7 +36,7 @@ from minisgl.settings.options import ServerArgs, split_list
 
 ADDERS: Final = (
     *(add_openai_routes, add_responses_routes, add_messages_routes, add_generate_route, add_embeddings_routes),
-    *(add_status_routes, add_information_routes, add_tokenizer_routes),
+    *(add_status_routes, add_information_routes, add_tokenizer_routes, add_adapter_routes),
 )
 
 
@@ -44,7 +45,8 @@ def create_app(args: ServerArgs, model: ServedModel) -> Starlette:
 
     @asynccontextmanager
     async def lifespan(app: Starlette) -> AsyncIterator[None]:
-        frontend = FrontendManager(args, model.limits, Metrics(model.name, split_list(args.classes)))
+        metrics = Metrics(model.name, model.adapters, split_list(args.classes))
+        frontend = FrontendManager(args, model.limits, metrics)
         app.state.frontend = frontend
         try:
             yield
@@ -53,7 +55,7 @@ def create_app(args: ServerArgs, model: ServedModel) -> Starlette:
             if traces is not None:
                 await asyncio.get_running_loop().run_in_executor(None, traces.close)
 
-    traces = Traces(args, model.name) if is_traced(args) else None
+    traces = Traces(args) if is_traced(args) else None
     access = Access.of(args)
     middleware = [Middleware(Gate, access=access)]
     if access.origins:

@@ -13,7 +13,7 @@ from starlette.responses import Response
 
 from minisgl.api import protocol as p
 from minisgl.api.frontend import Timeline
-from minisgl.api.http import to_json
+from minisgl.api.http import MODEL, to_json
 from minisgl.api.requests import prompt_messages
 from minisgl.api.responses import GenerationResponse, Renderer
 from minisgl.api.routes import Routes
@@ -85,7 +85,7 @@ def add_embeddings_routes(routes: Routes) -> None:
 
         def result(vectors: list[Vector], usage: p.EmbeddingUsage) -> p.EmbeddingResponse:
             data = [p.Embedding(i, encode(vector)) for i, vector in enumerate(vectors)]
-            return p.EmbeddingResponse(data, model.name, usage)
+            return p.EmbeddingResponse(data, request.scope[MODEL].name, usage)
 
         return respond(request, {"input": body.input}, result, body.dimensions)
 
@@ -100,7 +100,7 @@ def add_embeddings_routes(routes: Routes) -> None:
         def result(vectors: list[Vector], usage: p.EmbeddingUsage) -> p.ScoreResponse:
             left, right = vectors[: len(first)] * (len(second) // len(first)), vectors[len(first) :]
             scores = [p.Score(i, _cosine(a, b)) for i, (a, b) in enumerate(zip(left, right, strict=True))]
-            return p.ScoreResponse(scores, model.name, usage)
+            return p.ScoreResponse(scores, request.scope[MODEL].name, usage)
 
         return respond(request, {"text_1": first, "text_2": second}, result)
 
@@ -120,6 +120,6 @@ def add_embeddings_routes(routes: Routes) -> None:
                 p.RankedDocument(i, scores[i], shown[i])
                 for i in sorted(range(len(scores)), key=scores.__getitem__, reverse=True)
             ]
-            return p.RerankResponse(ranked[: body.top_n], model.name, usage)
+            return p.RerankResponse(ranked[: body.top_n], request.scope[MODEL].name, usage)
 
         return respond(request, {"query": body.query, "documents": texts}, result)

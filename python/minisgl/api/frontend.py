@@ -15,6 +15,7 @@ import msgspec
 from minisgl.api.dispatch import POLL_S, Dispatcher
 from minisgl.api.metrics import Metrics
 from minisgl.api.protocol import Timing, Usage
+from minisgl.api.requests import ServedAdapter
 from minisgl.core.errors import RequestError
 from minisgl.core.message import (
     AbortMsg,
@@ -110,14 +111,17 @@ class Submission:
     follow when the first has a token: then the prompt is in the prefix cache, and need not be computed again.
     """
 
-    def __init__(self, frontend: FrontendManager, messages: Sequence[TokenizeMsg], n: int) -> None:
-        """Take `messages` that have uids. Each `n` adjacent ones are choices for one prompt."""
+    def __init__(
+        self, frontend: FrontendManager, messages: Sequence[TokenizeMsg], n: int, served: ServedAdapter | None
+    ) -> None:
+        """Take `messages` that have uids. Each `n` adjacent ones are choices for one prompt. `served`: an adapter."""
         self.created = time.monotonic()
         self.uids = tuple(m.uid for m in messages)
         self.n = n
         self.level = messages[0].level
         self.unfinished = set(self.uids)
         self._frontend = frontend
+        self._served = served
         self._generations = {uid: Generation(i, UserReply(uid=uid)) for i, uid in enumerate(self.uids)}
         self._pending: dict[int, UserReply] = {}
         self._waiter: asyncio.Future[None] | None = None  # set while `next_replies` waits
@@ -171,14 +175,20 @@ class Submission:
         metrics = self._frontend.metrics
         generation = self._generations[reply.uid]
         if generation.first is not None:
-            metrics.inter_token_latency.observe(now - generation.last_at, self.level)
+            metrics.inter_token_latency[self.level].observe(now - generation.last_at)
         elif reply.completion_tokens:
-            metrics.time_to_first_token.observe(now - self.created, self.level)
-            metrics.queue_time.observe(reply.queue_seconds, self.level)
+            metrics.time_to_first_token[self.level].observe(now - self.created)
+            metrics.queue_time[self.level].observe(reply.queue_seconds)
             generation.first, generation.first_at = reply, now
         generation.last_at, generation.reply = now, reply
         if reply.finish_reason is not None:
+            self.count(reply.uid)
             metrics.observe_end(reply.finish_reason, self._figures(generation), self.level)
+
+    def count(self, uid: int) -> None:
+        """Count a generation that has ended, or is aborted, for its adapter."""
+        if self._served is not None:
+            self._served.count(self._generations[uid].reply)
 
     def _figures(self, generation: Generation) -> dict[str, float]:
         """Return tokens and times of a generation that has ended, for `Metrics.observe_end`."""
@@ -271,19 +281,23 @@ class FrontendManager:
         return self.stalled
 
     @contextlib.asynccontextmanager
-    async def submit(self, messages: Sequence[TokenizeMsg], n: int = 1, level: int = 0) -> AsyncIterator[Submission]:
+    async def submit(
+        self, messages: Sequence[TokenizeMsg], n: int = 1, served: ServedAdapter | None = None, level: int = 0
+    ) -> AsyncIterator[Submission]:
         """Assign uids, send the requests, and yield their submission. At the end, abort unfinished generations.
 
-        `level` is the class of the client.
+        The adapter in `served`, if any, computes them all. `level` is the class of the client.
 
         Each `n` adjacent messages are choices for one prompt. The submission sends all but the first of them later.
         Raises `RequestError`: 503 if the server drains or has failed, 429 if too many requests are open.
         """
         self._require_capacity(len(messages))
-        numbered = [
-            msgspec.structs.replace(m, uid=next(self._uids), child_index=i, level=level) for i, m in enumerate(messages)
-        ]
-        submission = Submission(self, numbered, n)
+        replace = msgspec.structs.replace
+        if served is not None:
+            adapted = (replace(m.sampling_params, adapter=served.adapter) for m in messages)
+            messages = [replace(m, sampling_params=p) for m, p in zip(messages, adapted, strict=True)]
+        numbered = [replace(m, uid=next(self._uids), child_index=i, level=level) for i, m in enumerate(messages)]
+        submission = Submission(self, numbered, n, served)
         self._submissions.update({m.uid: submission for m in numbered})
         try:
             await self.send(numbered[::n])
@@ -295,6 +309,7 @@ class FrontendManager:
         """Remove a submission, and abort its unfinished generations."""
         for uid in list(submission.unfinished):
             await self._tokenize(AbortMsg(uid=uid))
+            submission.count(uid)
             self.metrics.observe_end(FinishReason.ABORT, {}, submission.level)
         for uid in submission.uids:
             self._submissions.pop(uid, None)

@@ -13,6 +13,7 @@ from starlette.responses import Response
 
 from minisgl.api.fields import read_body, told
 from minisgl.api.protocol import AnthropicError, AnthropicErrorResponse, ErrorDetail, ErrorResponse
+from minisgl.api.requests import ChosenModel, ServedModel
 from minisgl.core.errors import RequestError
 from minisgl.settings.options import ServerArgs, split_list
 
@@ -30,6 +31,8 @@ HEADERS: Final = "minisgl.headers"
 NAMES: Final = "minisgl.names"
 # Scope key of the number of the client's class.
 LEVEL: Final = "minisgl.level"
+# Scope key of the `ChosenModel` of the body.
+MODEL: Final = "minisgl.model"
 # Scope keys for the request log: the id of the request, and its `Submission` once it has one.
 REQUEST_ID: Final = "minisgl.request_id"
 SUBMISSION: Final = "minisgl.submission"
@@ -85,8 +88,8 @@ def require_json(request: Request) -> None:
         raise RequestError("transfer-encoding: only chunked is supported", status=501)
 
 
-async def read_request(request: Request, kind: type[T], args: ServerArgs, served: str) -> T:
-    """Read the body as a `kind`. Raises `RequestError`: 400, 408, 413, 415, or 404 for a model other than `served`."""
+async def read_request(request: Request, kind: type[T], args: ServerArgs, model: ServedModel) -> T:
+    """Read the body as a `kind`. Raises `RequestError`: 400, 408, 413, 415, or 404 for an unknown model."""
     require_json(request)
     max_body = args.max_body
     too_large = RequestError(f"the body has more than {max_body} bytes", code="body_too_large", status=413)
@@ -110,12 +113,21 @@ async def read_request(request: Request, kind: type[T], args: ServerArgs, served
     if not is_utf8:
         raise RequestError("the body is not UTF-8 (RFC 8259, 8.1)", code="invalid_json")
     parsed, request.scope[NAMES], ignored = read_body(text, kind, args.unknown_fields == "refuse")
-    requested: str | None = getattr(parsed, "model", None)
-    if requested is not None and requested not in (served, *ANY_MODEL, *split_list(args.served_model_name)):
-        message = f"model {requested[:100]!r} is not served here, only {served!r}"
-        raise RequestError(message, param="model", code="model_not_found", status=404)
+    request.scope[MODEL] = _chosen(parsed, model, split_list(args.served_model_name))
     report_ignored(request, ignored)
     return parsed
+
+
+def _chosen(body: msgspec.Struct, model: ServedModel, aliases: list[str]) -> ChosenModel:
+    """Return the model that `model`, or `lora_path`, which is SGLang's, chooses. Raises `RequestError`."""
+    chosen = ChosenModel(model.name)
+    for param in ("model", "lora_path") if "model" in body.__struct_fields__ else ():
+        if (asked := getattr(body, param, None)) is not None:
+            one = model.choose(asked, param, (model.name, *ANY_MODEL, *aliases))
+            if chosen.served is not None and chosen.served is not one.served:
+                raise RequestError(f"{param} and model choose different adapters: leave one out", param=param)
+            chosen = one
+    return chosen
 
 
 def report_ignored(request: Request, names: list[str]) -> None:

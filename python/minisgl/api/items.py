@@ -15,7 +15,7 @@ from starlette.responses import Response
 from minisgl.api import protocol as p
 from minisgl.api.chat import json_schema_format, prepared, shared_fields
 from minisgl.api.frontend import Timeline
-from minisgl.api.http import report_ignored, to_json
+from minisgl.api.http import MODEL, report_ignored, to_json
 from minisgl.api.parsers.output import OutputParser, Step
 from minisgl.api.parsers.pieces import Content, ParsedCall, Reasoning
 from minisgl.api.requests import ServedModel, text_of
@@ -338,7 +338,7 @@ def add_responses_routes(routes: Routes) -> None:
             if response.store:
                 kept.keep(response, encoded, items)
 
-        response = new_response(body, model.name, message.sampling_params)
+        response = new_response(body, request.scope[MODEL].name, message.sampling_params)
         renderer = ItemRenderer(response, new_parser, keep)
         return response_to(request.app.state.frontend, [message], renderer, body.stream, 1)
 

@@ -4,17 +4,16 @@ from __future__ import annotations
 
 import logging
 import time
-from bisect import bisect_left
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from functools import partial
-from itertools import accumulate, product
+from itertools import product
 from typing import Final
 
-from prometheus_client import ProcessCollector
-from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, HistogramMetricFamily, Metric
+from prometheus_client import CollectorRegistry, Histogram, ProcessCollector
+from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metric
 from prometheus_client.exposition import choose_encoder
 from prometheus_client.registry import Collector
 
+from minisgl.api.requests import ServedAdapter
 from minisgl.api.router import Replica, Router
 from minisgl.core.message import StatsMsg
 from minisgl.core.plan import FinishReason
@@ -56,35 +55,11 @@ _REPLICA_METRICS: Final[dict[str, tuple[str, Callable[[Replica], int]]]] = {
 }
 
 
+# Fields of `ServedAdapter`. An adapter that is unloaded takes its sums with it.
+_OF_ADAPTERS: Final = ("requests", "prompt_tokens", "generation_tokens")
+
+
 Kind = type[GaugeMetricFamily] | type[CounterMetricFamily]
-
-
-class Histogram:
-    """Counts the values up to each bound. Uses plain numbers, since every token is counted."""
-
-    def __init__(self, name: str, help: str, bounds: tuple[float, ...], classes: Sequence[str] = ()) -> None:
-        """With `classes` of clients, each has its own counts."""
-        self.name = name
-        self.help = help
-        self.bounds = bounds
-        self._classes = classes
-        self._counts = [[0] * (len(bounds) + 1) for _ in classes or [""]]
-        self._sums = [0.0] * len(self._counts)
-
-    def observe(self, value: float, level: int = 0) -> None:
-        """Count a value of the class with number `level`."""
-        self._counts[level][bisect_left(self.bounds, value)] += 1
-        self._sums[level] += value
-
-    def family(self, model: str) -> HistogramMetricFamily:
-        """Return the histogram in Prometheus' form: cumulative counts by upper bound."""
-        labels = ["model_name", "class"][: 1 + bool(self._classes)]
-        family = HistogramMetricFamily("minisgl:" + self.name, self.help, labels=labels)
-        bounds = [*map(str, self.bounds), "+Inf"]
-        for counts, total, label in zip(self._counts, self._sums, self._classes or [""], strict=True):
-            buckets = list(zip(bounds, accumulate(counts), strict=True))
-            family.add_metric([model, label][: len(labels)], buckets, total)
-        return family
 
 
 class _Families(Collector):
@@ -98,26 +73,46 @@ class _Families(Collector):
 class Metrics:
     """The metrics of the API process, the text of `/metrics`, and the throughput line of the log."""
 
-    def __init__(self, model: str, classes: Sequence[str] = ()) -> None:
-        """With `classes` of clients, what is counted of single requests has their names as a label."""
-        histogram = partial(Histogram, classes=classes)
-        self.time_to_first_token = histogram("time_to_first_token_seconds", "Arrival to first token", _TTFT_BUCKETS)
-        self.inter_token_latency = histogram("inter_token_latency_seconds", "Between two tokens", _ITL_BUCKETS)
-        self.queue_time = histogram("request_queue_time_seconds", "Acceptance to first planning", _QUEUE_BUCKETS)
-        self._of_ended = {name: histogram(name, *form) for name, form in _OF_ENDED.items()}
-        self._process = ProcessCollector(registry=None)
-        self._classes = classes
-        self._ends = dict.fromkeys(product(FinishReason, range(len(classes) or 1)), 0)
+    def __init__(
+        self, model: str, adapters: Mapping[str, ServedAdapter] | None = None, classes: Sequence[str] = ()
+    ) -> None:
+        """`adapters` are those that are served whenever the metrics are read.
+
+        With `classes` of clients, what is counted of single requests has their names as a label.
+        """
         self._model = model
+        self._adapters = adapters or {}
+        self._classes: list[tuple[str, ...]] = [(name,) for name in classes] or [()]
+        self._registry = CollectorRegistry()
+        self.time_to_first_token = self._histograms(
+            "time_to_first_token_seconds", "Arrival to first token", _TTFT_BUCKETS
+        )
+        self.inter_token_latency = self._histograms("inter_token_latency_seconds", "Between two tokens", _ITL_BUCKETS)
+        self.queue_time = self._histograms("request_queue_time_seconds", "Acceptance to first planning", _QUEUE_BUCKETS)
+        self._of_ended = {name: self._histograms(name, *form) for name, form in _OF_ENDED.items()}
+        self._ends = dict.fromkeys(product(FinishReason, range(len(self._classes))), 0)
+        ProcessCollector(registry=self._registry)
         self._logged = StatsMsg()
         self._logged_at = time.monotonic()
 
+    def _labels(self, *names: str) -> list[str]:
+        """Return the labels of what is counted of single requests."""
+        return ["model_name", *names, *("class" for _ in self._classes[0])]
+
+    def _histograms(self, name: str, help: str, bounds: tuple[float, ...]) -> list[Histogram]:
+        """Return a histogram for each class."""
+        histogram = Histogram("minisgl:" + name, help, self._labels(), registry=self._registry, buckets=bounds)
+        return [histogram.labels(self._model, *name_of_class) for name_of_class in self._classes]
+
     def observe_end(self, reason: FinishReason, figures: Mapping[str, float], level: int = 0) -> None:
-        """Count a request that has ended. If it ended by itself, observe its `figures`, named as in `_OF_ENDED`."""
+        """Count a request of the class with number `level` that has ended.
+
+        If it ended by itself, observe its `figures`, named as in `_OF_ENDED`.
+        """
         self._ends[reason, level] += 1
         if reason in (FinishReason.STOP, FinishReason.LENGTH):
             for name, value in figures.items():
-                self._of_ended[name].observe(value, level)
+                self._of_ended[name][level].observe(value)
 
     def render(
         self, router: Router, entries: int, detokenizer_entries: int, dropped: int, accept: str
@@ -172,15 +167,15 @@ class Metrics:
             yield self._family(GaugeMetricFamily, name, help, {i: of(r) for i, r in replicas.items()}, "replica")
         for name, (kind, help) in _TIER_METRICS.items():
             yield self._family(kind, "kv_tier_" + name, help, {t.name: getattr(t, name) for t in stats.tiers}, "tier")
-        while_running = (self.time_to_first_token, self.inter_token_latency, self.queue_time)
-        for histogram in (*while_running, *self._of_ended.values()):
-            yield histogram.family(self._model)
-        labels = ["model_name", "finished_reason", "class"][: 2 + bool(self._classes)]
-        ends = CounterMetricFamily("minisgl:request_success", "Ended requests", labels=labels)
+        for name in _OF_ADAPTERS:
+            sums = {adapter: getattr(served, name) for adapter, served in self._adapters.items()}
+            help = f"The sum of {name} over the requests to an adapter that have ended"
+            yield self._family(CounterMetricFamily, "lora_" + name, help, sums, "adapter")
+        ends = CounterMetricFamily("minisgl:request_success", "Ended requests", labels=self._labels("finished_reason"))
         for (reason, level), count in self._ends.items():
-            ends.add_metric([self._model, reason.value, *self._classes[level : level + 1]], count)
+            ends.add_metric([self._model, reason.value, *self._classes[level]], count)
         yield ends
-        yield from self._process.collect()
+        yield from self._registry.collect()
 
     def log_throughput(self, stats: StatsMsg) -> None:
         """Log a line every few seconds while tokens are generated; nothing when idle."""

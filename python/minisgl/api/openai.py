@@ -19,7 +19,7 @@ from starlette.responses import Response
 from minisgl.api import protocol as p
 from minisgl.api.chat import prepared
 from minisgl.api.frontend import FrontendManager, Timeline
-from minisgl.api.http import to_json
+from minisgl.api.http import MODEL, to_json
 from minisgl.api.parsers.output import OutputParser
 from minisgl.api.parsers.pieces import Content, ParsedCall, Piece, Reasoning
 from minisgl.api.requests import completion_messages, num_choices, with_choices
@@ -234,7 +234,7 @@ def add_openai_routes(routes: Routes) -> None:
         n = num_choices(body, args.max_choices)
         frontend: FrontendManager = request.app.state.frontend
         renderer = OpenAIRenderer(
-            model.name,
+            request.scope[MODEL].name,
             isinstance(body, p.ChatCompletionRequest),
             body.stream_options or p.StreamOptions(),
             new_parser,

@@ -7,6 +7,7 @@ import gzip
 import os
 import time
 from dataclasses import asdict
+from functools import partial
 from typing import Annotated, Any, Final
 
 import msgspec
@@ -24,32 +25,31 @@ from minisgl.api.routes import Routes
 from minisgl.checkpoint.hf import BUILTIN_MODEL
 from minisgl.core.errors import RequestError
 from minisgl.core.message import DecodeMsg, EncodeMsg, EngineView, TokenizeMsg, ids_from_bytes, ids_to_bytes
-from minisgl.core.params import Limits, SamplingParams
+from minisgl.core.params import Adapter, Limits, SamplingParams
 from minisgl.settings.options import split_list
 
 PROBE_TIMEOUT_S: Final = 20.0
 VIEW_AGE_S: Final = 0.25  # the least time between two requests for a view, however many clients watch
 
 
-async def probe(frontend: FrontendManager) -> str:
-    """Send one token through every process. Return the problem; "" on success."""
+async def try_token(frontend: FrontendManager, seconds: float, adapter: Adapter | None = None) -> None:
+    """Send one token through every process, computed with `adapter`. Raises `RequestError` if none comes back."""
     embeds = frontend.limits.embeds
-    params = SamplingParams(max_tokens=0 if embeds else 1, temperature=0.0, ignore_eos=True, embed=embeds)
+    params = SamplingParams(
+        max_tokens=0 if embeds else 1, temperature=0.0, ignore_eos=True, embed=embeds, adapter=adapter
+    )
     message = TokenizeMsg(uid=0, sampling_params=params, input_ids=ids_to_bytes([0]))
     try:
-        async with asyncio.timeout(PROBE_TIMEOUT_S), frontend.submit([message]) as submission:
+        async with asyncio.timeout(seconds), frontend.submit([message]) as submission:
             while not submission.is_done:
                 for _, reply in await submission.next_replies():
                     if reply.failure is not None:
-                        return reply.failure.message
-    except RequestError as e:
-        return e.message
+                        raise reply.failure.error()
     except TimeoutError:
-        return f"no token within {PROBE_TIMEOUT_S:g} s"
-    return ""
+        raise RequestError(f"no token within {seconds:g} s", status=503) from None
 
 
-def _status(problem: str) -> Response:
+def _status(problem: str = "") -> Response:
     """Return 200 without a `problem`, 503 with one."""
     if problem:
         return json_response(p.StatusResponse("unhealthy", problem), 503)
@@ -67,7 +67,11 @@ def add_status_routes(routes: Routes) -> None:
     @routes.add("GET /health_generate")
     async def health_generate(request: Request) -> Annotated[Response, p.StatusResponse]:
         """One token through every process"""
-        return _status(await probe(request.app.state.frontend))
+        try:
+            await try_token(request.app.state.frontend, PROBE_TIMEOUT_S)
+        except RequestError as e:
+            return _status(e.message)
+        return _status()
 
     @routes.add("GET /ready")
     async def ready(request: Request) -> p.StatusResponse:
@@ -102,16 +106,15 @@ def add_information_routes(routes: Routes) -> None:
     """Add the routes that describe the server, and the model under OpenAI's and SGLang's paths."""
     args, model = routes.args, routes.model
     limits = model.limits
-    cards = {
-        name.strip("/"): p.ModelCard(
-            id=name,
-            created=int(time.time()),
-            owned_by="minisgl",
-            root=model.name,
-            max_model_len=limits.max_model_len,
-        )
-        for name in split_list(args.served_model_name) or [model.name]
-    }
+    bases, created = split_list(args.served_model_name) or [model.name], int(time.time())
+
+    def cards() -> dict[str, p.ModelCard]:
+        """Return the card of each model by its name in a path; an adapter's is as in vLLM."""
+        card = partial(p.ModelCard, owned_by="minisgl", max_model_len=limits.max_model_len)
+        found = [card(id=name, created=created, root=model.name) for name in bases]
+        for name, served in model.adapters.items():
+            found.append(card(id=name, created=served.created, root=served.adapter.folder, parent=model.name))
+        return {one.id.strip("/"): one for one in found}
 
     path = args.scheduler.engine.model or str(BUILTIN_MODEL)
     # The names that sglang-router reads.
@@ -119,16 +122,16 @@ def add_information_routes(routes: Routes) -> None:
 
     @routes.add("GET /v1/models")
     async def list_models(_: Request) -> p.ModelListResponse:
-        """The served model"""
-        return p.ModelListResponse([*cards.values()])
+        """The served model and its adapters"""
+        return p.ModelListResponse([*cards().values()])
 
     @routes.add("GET /v1/models/{name:path}")
     async def get_model(request: Request) -> p.ModelCard:
         """One model"""
         name = request.path_params["name"]
-        if name not in cards:
+        if (card := cards().get(name)) is None:
             raise RequestError(f"model {name[:100]!r} is not served here", code="model_not_found", status=404)
-        return cards[name]
+        return card
 
     @routes.add("GET /server_info", "/get_server_info")
     async def server_info(request: Request) -> dict[str, Any]:
@@ -142,6 +145,7 @@ def add_information_routes(routes: Routes) -> None:
             **names,
             "max_model_len": limits.max_model_len,
             "engine": model.facts,
+            "adapters": {name: served.adapter.folder for name, served in model.adapters.items()},
             "processes": model.pids() | {"minisgl-api": os.getpid()},
             "num_tokenizer": args.num_tokenizer,
             "stats": stats,

@@ -104,6 +104,7 @@ class OpenAIFields(SamplingFields, frozen=True, kw_only=True):
     stream_options: StreamOptions | None = None
     return_timing: bool | None = None
     return_token_ids: bool | None = None
+    lora_path: str | None = None  # SGLang's: the name of an adapter
     user: Any = None
 
 
@@ -231,6 +232,8 @@ class GenerateSampling(SamplingFields, frozen=True, kw_only=True):
 class GenerateRequest(msgspec.Struct, frozen=True, kw_only=True):
     """POST /generate"""
 
+    model: str | None = None
+    lora_path: str | None = None
     text: str | list[str] | None = None
     prompt: Prompt | None = None
     input_ids: list[int | list[int]] | None = None
@@ -250,6 +253,7 @@ class EmbeddingRequest(msgspec.Struct, frozen=True, kw_only=True):
 
     input: Prompt
     model: str | None = None
+    lora_path: str | None = None
     encoding_format: str | None = None
     dimensions: int | None = None
     user: Any = None
@@ -535,7 +539,29 @@ class ModelCard(msgspec.Struct, frozen=True, kw_only=True, tag_field="object", t
     created: int
     owned_by: str
     root: str
+    parent: str | None = None  # the base of an adapter
     max_model_len: int
+
+
+class LoadAdapterRequest(msgspec.Struct, frozen=True, kw_only=True):
+    """POST /v1/load_lora_adapter"""
+
+    lora_name: str
+    lora_path: str
+    load_inplace: bool | None = None
+
+
+class UnloadAdapterRequest(msgspec.Struct, frozen=True, kw_only=True):
+    """POST /v1/unload_lora_adapter"""
+
+    lora_name: str
+
+
+class AdaptersResponse(msgspec.Struct, frozen=True, kw_only=True):
+    """SGLang's answer to a change: the folders of all adapters by name."""
+
+    success: bool
+    loaded_adapters: dict[str, str]
 
 
 class ModelListResponse(msgspec.Struct, frozen=True, tag_field="object", tag="list"):

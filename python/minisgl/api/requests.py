@@ -5,7 +5,7 @@ from __future__ import annotations
 import logging
 from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass, field
-from typing import Any, Final
+from typing import Any, Final, NamedTuple
 
 import msgspec
 
@@ -14,8 +14,8 @@ from minisgl.api.parsers.output import OutputForms
 from minisgl.api.structured import json_text, requested_grammar
 from minisgl.checkpoint.embedder import Embedder
 from minisgl.core.errors import RequestError, unsupported
-from minisgl.core.message import TokenizeMsg, ids_to_bytes
-from minisgl.core.params import MAX_LOGPROBS, NUMBERS, Limits, SamplingParams, choice_params, validate_sampling
+from minisgl.core.message import TokenizeMsg, UserReply, ids_to_bytes
+from minisgl.core.params import MAX_LOGPROBS, NUMBERS, Adapter, Limits, SamplingParams, choice_params, validate_sampling
 
 logger = logging.getLogger(__name__)
 
@@ -27,6 +27,7 @@ TOKEN_BYTES: Final = 8  # of a token's text in an answer
 LOGPROB_BYTES: Final = 120  # of one log-probability with its token and bytes
 MAX_ID_DIGITS: Final = 10
 MAX_TEMPLATE_KWARGS: Final = 32
+MAX_NAMES: Final = 20  # of models, in an error message
 _RESERVED_KWARGS: Final = ("messages", "tools", "documents", "add_generation_prompt", "continue_final_message")
 
 
@@ -59,6 +60,30 @@ class SamplingDefaults:
         return cls(**values)
 
 
+@dataclass(slots=True)
+class ServedAdapter:
+    """An adapter that requests may choose, and the sums of its requests that have ended."""
+
+    adapter: Adapter
+    created: int  # Unix time
+    requests: int = 0
+    prompt_tokens: int = 0
+    generation_tokens: int = 0
+
+    def count(self, reply: UserReply) -> None:
+        """Count a request whose last reply is `reply`."""
+        self.requests += 1
+        self.prompt_tokens += reply.prompt_tokens
+        self.generation_tokens += reply.completion_tokens
+
+
+class ChosenModel(NamedTuple):
+    """What a request has chosen: the name that its answer gives as `model`, and an adapter, or None for the base."""
+
+    name: str
+    served: ServedAdapter | None = None
+
+
 @dataclass(frozen=True)
 class ServedModel:
     """What the API knows about the model and the processes behind it."""
@@ -71,6 +96,22 @@ class ServedModel:
     pids: Callable[[], dict[str, int]] = dict  # without the API process
     embedder: Embedder | None = None
     template_variables: frozenset[str] = frozenset()  # the names that the chat template reads
+    adapters: dict[str, ServedAdapter] = field(default_factory=dict)  # by name; they come and go
+
+    def choose(self, asked: str, param: str, names: Sequence[str]) -> ChosenModel:
+        """Return what the field `param` chooses: one of `names`, the base, or an adapter as NAME or base:NAME.
+
+        Raises `RequestError` (404) for an unknown name.
+        """
+        if asked in names:
+            return ChosenModel(self.name)
+        adapter = next((asked.removeprefix(f"{name}:") for name in names if asked.startswith(f"{name}:")), asked)
+        if (served := self.adapters.get(adapter)) is not None:
+            return ChosenModel(asked, served)
+        known = [repr(name) for name in (self.name, *self.adapters)]
+        more = f" and {len(known) - MAX_NAMES} others: see /v1/models" if len(known) > MAX_NAMES else ""
+        message = f"model {asked[:100]!r} is not served here, only {', '.join(known[:MAX_NAMES])}{more}"
+        raise RequestError(message, param=param, code="model_not_found", status=404)
 
 
 def sampling_params(

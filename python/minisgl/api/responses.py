@@ -16,7 +16,7 @@ from starlette.types import Receive, Scope, Send
 
 from minisgl.api import protocol as p
 from minisgl.api.frontend import ClientGoneError, FrontendManager, Submission, Timeline, joined
-from minisgl.api.http import DROP, HEADERS, LEVEL, RAW_SEND, SUBMISSION, error_body, to_json
+from minisgl.api.http import DROP, HEADERS, LEVEL, MODEL, RAW_SEND, SUBMISSION, error_body, to_json
 from minisgl.api.requests import require_answer_fits
 from minisgl.core.errors import RequestError
 from minisgl.core.message import TokenizeMsg, UserReply
@@ -157,7 +157,8 @@ class GenerationResponse(Response):
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         """Respond. Raises `RequestError` if the request is refused before the first byte."""
-        async with self._frontend.submit(self._messages, self._n, scope[LEVEL]) as submission:
+        served, level = scope[MODEL].served, scope[LEVEL]
+        async with self._frontend.submit(self._messages, self._n, served, level) as submission:
             scope[SUBMISSION] = submission
             watcher = asyncio.create_task(_watch(receive, submission))
             try:

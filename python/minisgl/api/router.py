@@ -160,7 +160,7 @@ class Router:
             return None
         reusable = ids[:0] if msg.sampling_params.wants_prompt_logprobs and not routed.output else ids[:-1]
         page_size = min(r.page_size for r in candidates)
-        hashes = prefix_hashes(reusable, page_size, salt_digest(msg.sampling_params.cache_salt)).tolist()
+        hashes = prefix_hashes(reusable, page_size, salt_digest(msg.sampling_params.salt)).tolist()
         found = {r.incarnation: r.find(hashes) for r in candidates}
         todo = {i: len(ids) - round(page_size * (count - cost)) for i, (count, cost) in found.items()}
         answer = min(self._answer_tokens, msg.sampling_params.max_tokens or self._answer_tokens)

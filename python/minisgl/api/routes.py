@@ -78,7 +78,7 @@ class Routes:
             kind = types.get("body")
 
             async def respond(request: Request) -> Response:
-                body = [] if kind is None else [await read_request(request, kind, self.args, self.model.name)]
+                body = [] if kind is None else [await read_request(request, kind, self.args, self.model)]
                 result = await handler(request, *body)
                 return result if isinstance(result, Response) else json_response(result)
 

@@ -16,7 +16,7 @@ from starlette.datastructures import Headers
 from starlette.types import Scope
 
 from minisgl.api.frontend import Submission
-from minisgl.api.http import SUBMISSION
+from minisgl.api.http import MODEL, SUBMISSION
 from minisgl.core.errors import ConfigError
 from minisgl.settings.options import ServerArgs
 
@@ -66,7 +66,7 @@ def _is_installed(module: str) -> bool:
 class Traces:
     """Makes the spans of each request. A header `traceparent` (W3C Trace Context) names their parent."""
 
-    def __init__(self, args: ServerArgs, model: str) -> None:
+    def __init__(self, args: ServerArgs) -> None:
         from opentelemetry import trace
         from opentelemetry.exporter.otlp.proto.http.trace_exporter import OTLPSpanExporter
         from opentelemetry.sdk.resources import SERVICE_NAME, Resource
@@ -82,7 +82,6 @@ class Traces:
         self._tracer = self._provider.get_tracer("minisgl")
         self._trace = trace
         self._parent_of = TraceContextTextMapPropagator().extract
-        self._model = model
 
     def record(self, scope: Scope, fields: dict[str, Any], began: float) -> None:
         """Send the spans of a request that began at `began`, by the monotonic clock, and ends now."""
@@ -94,7 +93,7 @@ class Traces:
 
         known = {ATTRIBUTES[name]: value for name, value in fields.items() if name in ATTRIBUTES and value is not None}
         if reasons := known.get(ATTRIBUTES["finish_reason"]):
-            known |= {ATTRIBUTES["finish_reason"]: reasons.split(","), "gen_ai.request.model": self._model}
+            known |= {ATTRIBUTES["finish_reason"]: reasons.split(","), "gen_ai.request.model": scope[MODEL].name}
         span = self._tracer.start_span(
             f"{fields['method']} {fields['path']}",
             self._parent_of(Headers(scope=scope)),

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING, ClassVar
+from typing import TYPE_CHECKING, ClassVar, Generic, TypeAlias, TypeVar
 
 import torch
 from torch import Tensor
@@ -12,15 +12,17 @@ from torch import Tensor
 from minisgl.core.plan import Batch, SeqLayout, StepShape
 
 if TYPE_CHECKING:
-    from minisgl.core.specs import GroupedQuery
+    from minisgl.core.specs import GroupedQuery, Mixer
     from minisgl.ops.quantized import Pages
     from minisgl.ops.reference import HeadTransform
     from minisgl.ops.table import OpTable
 
+Kind = TypeVar("Kind", bound="Mixer")
+
 
 @dataclass(frozen=True, slots=True)
-class AttentionSpec:
-    """What a backend is built for. `dtype` is that of queries and, unless `fp8_cache`, of the cache.
+class MixerSpec(Generic[Kind]):
+    """What a mixer is built for. `dtype` is that of queries and, unless `fp8_cache`, of the cache.
 
     `max_rows` is the largest number of sequences in a step: the running requests, and one row for padding.
     `max_queries` is the largest number of tokens that a decoding sequence computes: more than 1 with drafts.
@@ -28,23 +30,14 @@ class AttentionSpec:
 
     device_type: str
     dtype: torch.dtype
-    kind: GroupedQuery
+    kind: Kind
     page_size: int
     max_rows: int = 257
     max_queries: int = 1
     fp8_cache: bool = False  # pages are `QuantizedPages`
 
 
-@dataclass(frozen=True, slots=True)
-class MixerSpec:
-    """What a mixer that is not one of these backends is built for; fields are those of `AttentionSpec`."""
-
-    device_type: str
-    dtype: torch.dtype
-    page_size: int
-    max_rows: int = 257
-    max_queries: int = 1
-    fp8_cache: bool = False
+AttentionSpec: TypeAlias = "MixerSpec[GroupedQuery]"
 
 
 @dataclass(frozen=True, slots=True)
@@ -139,14 +132,14 @@ class _Mixed(StepAttention):
 
 def _sequences(batch: Batch, which: slice, shape: StepShape) -> Batch:
     """Return some consecutive sequences of a step, with the fields that attention reads."""
-    layout, lens = batch.layout, batch.slots["stop"] - batch.slots["start"]
+    layout, lens = batch.layout, batch.sequences["stop"] - batch.sequences["start"]
     start = int(lens[: which.start].sum()) if which.start else 0
     tokens = slice(start, start + int(lens[which].sum()))
     ends = layout.cu_query_lens[which.start : None if which.stop is None else which.stop + 1] - start
     return replace(
         batch,
         shape=shape,
-        slots=batch.slots[which],
+        sequences=batch.sequences[which],
         layout=SeqLayout(layout.rows[which], layout.kv_lens[which], ends),
         input_ids=batch.input_ids[tokens],
         positions=batch.positions[tokens],

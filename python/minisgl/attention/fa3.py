@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from minisgl.attention.backend import AttentionBackend, StepAttention
-from minisgl.core.layout import SLOT
+from minisgl.core.layout import SEQUENCE
 from minisgl.core.plan import SeqLayout
 from minisgl.core.rounding import ceil_div, round_up
 from minisgl.ops.quantized import Pages, QuantizedPages
@@ -50,11 +50,11 @@ class FA3Attention(AttentionBackend):
         self._try()
 
     def prepare(self, batch: Batch, page_table: Tensor, out_loc: Tensor) -> StepAttention:
-        return _Step(self.ops, batch, page_table, out_loc, self._plan(batch.slots, batch.layout, page_table))
+        return _Step(self.ops, batch, page_table, out_loc, self._plan(batch.sequences, batch.layout, page_table))
 
-    def _plan(self, slots: Records, layout: SeqLayout, page_table: Tensor) -> _Plan:
+    def _plan(self, sequences: Records, layout: SeqLayout, page_table: Tensor) -> _Plan:
         kind = self.spec.kind
-        query_lens, kv_lens = slots["stop"] - slots["start"], slots["stop"]
+        query_lens, kv_lens = sequences["stop"] - sequences["start"], sequences["stop"]
         longest = ceil_div(int(kv_lens.max()), self.spec.page_size)
         rows = int(query_lens.sum()) * kind.heads
         return _Plan(
@@ -65,15 +65,15 @@ class FA3Attention(AttentionBackend):
             query_bound=max(int(query_lens.max()), MIN_QUERY_BOUND),
             num_splits=MAX_SPLITS if rows <= SPLIT_ROWS else 1,
             zero=self._zero,
-            tails=self._tails(slots, page_table),
+            tails=self._tails(sequences, page_table),
         )
 
-    def _tails(self, slots: Records, page_table: Tensor) -> tuple[Tensor, Tensor] | None:
+    def _tails(self, sequences: Records, page_table: Tensor) -> tuple[Tensor, Tensor] | None:
         """Return the slots from each sequence's end to the end of its last tile. Short tails repeat slots."""
-        slots = slots[slots["stop"] % TILE != 0]
-        if not len(slots):
+        sequences = sequences[sequences["stop"] % TILE != 0]
+        if not len(sequences):
             return None
-        size, rows, kv_lens = self.spec.page_size, slots["row"].astype(np.int64), slots["stop"].astype(np.int64)
+        size, rows, kv_lens = self.spec.page_size, sequences["row"].astype(np.int64), sequences["stop"].astype(np.int64)
         begin = kv_lens % size
         where = np.stack([rows * page_table.shape[1] + kv_lens // size, begin, round_up(begin, TILE)])
         entries, begins, ends = torch.from_numpy(where).to(self._device, non_blocking=True)
@@ -86,7 +86,7 @@ class FA3Attention(AttentionBackend):
         pages = torch.zeros(2, *kind.states[0].page_shape(spec.page_size), dtype=spec.dtype, device=device)
         table = torch.arange(2, dtype=torch.int32, device=device).view(2, 1)
         rows, lens, ends = (torch.tensor(x, dtype=torch.int32, device=device) for x in ([0, 1], [1, 3], [0, 1, 4]))
-        plan = self._plan(np.array([(0, 0, 1, 0), (1, 0, 3, 0)], SLOT), SeqLayout(rows, lens, ends), table)
+        plan = self._plan(np.array([(0, 0, 1, 0), (1, 0, 3, 0)], SEQUENCE), SeqLayout(rows, lens, ends), table)
         plan.run(torch.zeros(4, kind.heads, kind.head_dim, dtype=spec.dtype, device=device), pages)
         torch.cuda.synchronize(device)
 

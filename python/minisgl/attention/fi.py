@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from minisgl.attention.backend import AttentionBackend, StepAttention
-from minisgl.core.layout import SLOT
+from minisgl.core.layout import SEQUENCE
 from minisgl.core.rounding import ceil_div
 from minisgl.ops.quantized import Pages, QuantizedPages
 
@@ -37,7 +37,7 @@ class FlashInferAttention(AttentionBackend):
     """FlashInfer's decode kernels for pure decode steps, its prefill kernels for all others.
 
     Our pages are FlashInfer's paged cache in layout "HND". Graphs cannot capture it: each step is planned on the host
-    from the plan's slots, and that determines the grid. A plan is valid until the next `prepare`.
+    from the plan's sequences, and that determines the grid. A plan is valid until the next `prepare`.
     """
 
     name = "fi"
@@ -59,18 +59,18 @@ class FlashInferAttention(AttentionBackend):
     def prepare(self, batch: Batch, page_table: Tensor, out_loc: Tensor) -> StepAttention:
         # All plans use one pinned buffer, which is free once the copy of the last plan is done.
         self._planned.synchronize()
-        wrapper = self._plan(batch.slots, page_table)
+        wrapper = self._plan(batch.sequences, page_table)
         self._planned.record()
         return _Step(self.ops, batch, page_table, out_loc, wrapper)
 
-    def _plan(self, slots: Records, page_table: Tensor) -> Any:
+    def _plan(self, sequences: Records, page_table: Tensor) -> Any:
         """Plan a step; return its wrapper."""
         kind, size, dtype = self.spec.kind, self.spec.page_size, self.spec.dtype
-        query_lens, kv_lens = slots["stop"] - slots["start"], slots["stop"]
+        query_lens, kv_lens = sequences["stop"] - sequences["start"], sequences["stop"]
         num_pages = ceil_div(kv_lens, size)
         indptr = _offsets(num_pages)
         # Entry j of sequence b is at index[indptr[b] + j] of the flat table: one gather on the device.
-        first = slots["row"].astype(np.int64) * page_table.shape[1] - indptr[:-1]
+        first = sequences["row"].astype(np.int64) * page_table.shape[1] - indptr[:-1]
         index = np.arange(indptr[-1]) + np.repeat(first, num_pages)
         indices = page_table.view(-1).index_select(0, torch.from_numpy(index).to(self._device, non_blocking=True))
         last_page_len = kv_lens - (num_pages - 1) * size
@@ -100,7 +100,7 @@ class FlashInferAttention(AttentionBackend):
         def step(tokens: int) -> None:
             with torch.cuda.device(device):
                 q = torch.zeros(tokens, kind.heads, kind.head_dim, dtype=spec.dtype, device=device)
-                _run(self._plan(np.array([(0, 0, tokens, 0)], SLOT), table), q, pages)
+                _run(self._plan(np.array([(0, 0, tokens, 0)], SEQUENCE), table), q, pages)
 
         with ThreadPoolExecutor(2) as pool:
             for future in [pool.submit(step, tokens) for tokens in (1, 2)]:

@@ -25,8 +25,8 @@ class LatentMixer:
 
     name, group, captures_decodes, captures_prompts = "latent", FULL, False, False
 
-    def __init__(self, kind: Latent, spec: MixerSpec, ops: OpTable) -> None:
-        self.kind, self.spec, self.ops = kind, spec, ops
+    def __init__(self, spec: MixerSpec[Latent], ops: OpTable) -> None:
+        self.kind, self.spec, self.ops = spec.kind, spec, ops
 
     def prepare(self, batch: Batch, page_table: Tensor, out_loc: Tensor) -> LatentStep:
         """Do what `engine.runner.Mixer.prepare` says."""
@@ -74,10 +74,10 @@ class LatentStep:
 
 def whole_prompts(batch: Batch) -> list[tuple[int, int]]:
     """Return the tokens [start, stop) of the step's prompts that begin in it."""
-    slots = batch.slots[batch.shape.decodes :] if batch.shape.chunks else batch.slots[:0]
-    lens = batch.slots["stop"] - batch.slots["start"]
-    stops = lens.cumsum()[len(lens) - len(slots) :]
-    found = zip(slots["start"].tolist(), stops.tolist(), lens[len(lens) - len(slots) :].tolist(), strict=True)
+    sequences = batch.sequences[batch.shape.decodes :] if batch.shape.chunks else batch.sequences[:0]
+    lens = batch.sequences["stop"] - batch.sequences["start"]
+    stops = lens.cumsum()[len(lens) - len(sequences) :]
+    found = zip(sequences["start"].tolist(), stops.tolist(), lens[len(lens) - len(sequences) :].tolist(), strict=True)
     return [(stop - n, stop) for position, stop, n in found if position == 0]
 
 

@@ -4,11 +4,10 @@ from __future__ import annotations
 
 from dataclasses import dataclass, replace
 from math import log2
-from typing import TYPE_CHECKING, Final
+from typing import TYPE_CHECKING, Final, NamedTuple
 
 import numpy as np
 import torch
-from triton import next_power_of_2
 
 from minisgl.attention.latent import LatentMixer, LatentStep
 from minisgl.core.rounding import ceil_div
@@ -42,6 +41,18 @@ class _Tiling:
     def used(self) -> int:
         return self.queries * self.group
 
+    @property
+    def columns(self) -> int:
+        return 16 if self.used <= 16 else COLUMNS
+
+
+class Tile(NamedTuple):
+    """The keys of a tile, and how many tiles and programs there are at a time."""
+
+    keys: int
+    stages: int
+    programs: int
+
 
 @dataclass(frozen=True, slots=True)
 class _Sequences:
@@ -65,43 +76,46 @@ class TritonLatents(LatentMixer):
     name = "latent, triton"
     captures_decodes = True
 
-    def __init__(self, kind: Latent, spec: MixerSpec, ops: OpTable) -> None:
-        super().__init__(kind, spec, ops)
-        device = torch.device(spec.device_type)
+    def __init__(self, spec: MixerSpec[Latent], ops: OpTable) -> None:
+        super().__init__(spec, ops)
+        kind, device = spec.kind, torch.device(spec.device_type)
         sms, has_room = INTERPRETER_SMS, True
         if not INTERPRETED:
             properties = torch.cuda.get_device_properties(device)
             sms, has_room = properties.multi_processor_count, properties.major in (9, 10)
         # Tiles of 64 latents of 16 bits take the tensor cores' fastest form and 188 KB of shared memory, which Hopper
-        # has. Those of 8 bits are widened in registers, which are too few for 64.
-        is_large = not spec.fp8_cache and has_room
-        self.kernel = {"RANK": kind.rank, "TILE_KEYS": 64 if is_large else 32}
+        # has. Those of 8 bits are widened in registers, which are too few for 64. With 16 columns, tiles of 32 and two
+        # programs on an SM take 0.75 of the time on an H200.
+        narrow = Tile(32, 5 if has_room or spec.fp8_cache else 2, 2 * sms)
+        wide = Tile(64, 3, sms if kind.rank > 256 else 2 * sms) if has_room and not spec.fp8_cache else narrow
+        self.tiles = {16: narrow, COLUMNS: wide}  # by columns
         self.options = {"ROPE_DIM": kind.rope_dim, "PAGE_SIZE": spec.page_size, "num_warps": 4}
-        self.options["NUM_STAGES"] = 3 if is_large else 5 if spec.fp8_cache else 2
-        self.programs = sms if is_large and kind.rank > 256 else 2 * sms
         groups = [heads for heads in range(1, min(kind.heads, COLUMNS) + 1) if kind.heads % heads == 0]
         decodes = {q: max(g for g in groups if g == 1 or g * q <= COLUMNS) for q in {1, spec.max_queries}}
         self._decode = {queries: _Tiling(queries, group) for queries, group in decodes.items()}
         self._chunk = max((_Tiling(COLUMNS // group, group) for group in groups), key=lambda t: (t.used, t.group))
         self._work = self._new_work(spec.max_rows)
-        widest = max(next_power_of_2(max(16, t.used)) for t in (*self._decode.values(), self._chunk))
-        self.part = torch.empty(2 * (self.programs + kind.heads) * widest, kind.rank, device=device)
-        self.lse = torch.empty(len(self.part), device=device)
+        tilings = *self._decode.values(), self._chunk
+        size = max(2 * (self.tiles[t.columns].programs + kind.heads) * t.columns for t in tilings)
+        self.part = torch.empty(size, kind.rank, device=device)
+        self.lse = torch.empty(size, device=device)
 
     def _new_work(self, count: int) -> Tensor:
-        size = BEGINS.value + (self.programs + count) * PART.value
-        return torch.empty(size, dtype=torch.int32, device=self.spec.device_type)
+        programs = max(tile.programs for tile in self.tiles.values())
+        return torch.empty(
+            BEGINS.value + (programs + count) * PART.value, dtype=torch.int32, device=self.spec.device_type
+        )
 
     def blocks(self, tiling: _Tiling) -> dict[str, int]:
         """Return the parameters that the kernels share."""
-        blocks = self.kind.heads // tiling.group
+        blocks, tile = self.kind.heads // tiling.group, self.tiles[tiling.columns]
         return {
-            **self.kernel,
+            "RANK": self.kind.rank,
             "HEAD_BLOCKS": blocks,
             "GROUP_SIZE": tiling.group,
             "MAX_QUERIES": tiling.queries,
-            "BLOCK_M": max(16, next_power_of_2(tiling.used)),
-            "NUM_SPLITS": max(1, self.programs // blocks),
+            "BLOCK_M": tiling.columns,
+            "NUM_SPLITS": max(1, tile.programs // blocks),
         }
 
     def prepare(self, batch: Batch, page_table: Tensor, out_loc: Tensor) -> LatentStep:
@@ -128,16 +142,16 @@ class TritonLatents(LatentMixer):
 
         Returns int32 [4, sequences]: the row of each, its length, and its tokens.
         """
-        slots, queries = batch.slots, self._chunk.queries
-        ends = np.cumsum(slots["stop"] - slots["start"])
+        sequences, queries = batch.sequences, self._chunk.queries
+        ends = np.cumsum(sequences["stop"] - sequences["start"])
         pieces: list[Ints] = [np.empty((4, 0), np.int32)]
-        for slot, end in zip(slots[batch.shape.decodes :], ends[batch.shape.decodes :].tolist(), strict=True):
-            first = end - int(slot["stop"] - slot["start"])
+        for sequence, end in zip(sequences[batch.shape.decodes :], ends[batch.shape.decodes :].tolist(), strict=True):
+            first = end - int(sequence["stop"] - sequence["start"])
             if first not in whole:
                 starts = np.arange(first, end, queries)
                 stops = np.minimum(starts + queries, end)
                 pieces.append(
-                    np.stack([np.full_like(starts, slot["row"]), slot["stop"] - (end - stops), starts, stops])
+                    np.stack([np.full_like(starts, sequence["row"]), sequence["stop"] - (end - stops), starts, stops])
                 )
         return np.concatenate(pieces, 1).astype(np.int32)
 
@@ -151,7 +165,7 @@ class TritonLatents(LatentMixer):
         ends: Tensor | None,
         work: Tensor,
     ) -> _Sequences:
-        splits, tile = self.blocks(tiling)["NUM_SPLITS"], self.kernel["TILE_KEYS"]
+        splits, tile = self.blocks(tiling)["NUM_SPLITS"], self.tiles[tiling.columns].keys
         options = {"NUM_SPLITS": splits, "NUM_KV_HEADS": 0, "TILE_KEYS": tile, "WINDOW": 0, "EVEN": False}
         plan_decode[(ceil_div(count, PLAN_ROWS.value),)](rows, kv_lens, work, work, count, **options)
         return _Sequences(tiling, count, kv_lens, starts, ends, work)
@@ -167,14 +181,14 @@ class _Step(LatentStep):
     def read(self, q: Tensor, q_rope: Tensor, pages: Pages) -> Tensor:
         own, table, out = self.latents, self.page_table, torch.empty_like(q)
         for part in self.parts:
-            blocks = own.blocks(part.tiling)
+            blocks, tile = own.blocks(part.tiling), own.tiles[part.tiling.columns]
             attend_latents[(blocks["NUM_SPLITS"] * blocks["HEAD_BLOCKS"],)](
                 q, q_rope, *data_and_scale(pages), table, part.starts, part.ends, part.work, own.part, own.lse, out,
                 own.kind.scale * LOG2_E, *q_rope.stride()[:2], table.stride(0), *page_strides(pages),
-                IS_FP8=isinstance(pages, QuantizedPages), **blocks, **own.options,
+                IS_FP8=isinstance(pages, QuantizedPages), TILE_KEYS=tile.keys, NUM_STAGES=tile.stages,
+                **blocks, **own.options,
             )  # fmt: skip
-            merged = {name: size for name, size in blocks.items() if name != "TILE_KEYS"}
             merge_latents[(part.count, ceil_div(part.tiling.used, MERGED_ROWS), blocks["HEAD_BLOCKS"])](
-                own.part, own.lse, part.work, part.kv_lens, part.starts, part.ends, out, ROWS=MERGED_ROWS, **merged
+                own.part, own.lse, part.work, part.kv_lens, part.starts, part.ends, out, ROWS=MERGED_ROWS, **blocks
             )
         return out

@@ -32,7 +32,7 @@ class GatedDeltaMixer:
 
     name, group, captures_decodes, captures_prompts = "gated delta", STATE, True, True
 
-    def __init__(self, kind: GatedDelta, spec: MixerSpec, ops: OpTable) -> None:
+    def __init__(self, spec: MixerSpec[GatedDelta], ops: OpTable) -> None:
         self._ops = ops
 
     def prepare(self, batch: Batch, page_table: Tensor, out_loc: Tensor) -> DeltaMixing:
@@ -41,8 +41,8 @@ class GatedDeltaMixer:
         assert captures is not None, "a step of a recurrent model has a table of captures"
         slots = page_table[layout.rows.long(), : STATE_LEN + 1].t().contiguous()
         decodes = shape.decodes
-        if len(batch.slots):  # else the step is captured, and each chunk counts as one
-            decodes = int(np.count_nonzero(batch.slots["flags"] & Flag.FROM_DEVICE))
+        if len(batch.sequences):  # else the step is captured, and each chunk counts as one
+            decodes = int(np.count_nonzero(batch.sequences["flags"] & Flag.FROM_DEVICE))
         step = DeltaStep(
             decodes,
             shape,

@@ -126,13 +126,13 @@ def resolve_attention(choice: str, specs: Sequence[AttentionSpec], ops: OpTable)
     return tuple(found)
 
 
-def latent_mixer(kind: Latent, spec: MixerSpec, ops: OpTable) -> LatentMixer:
+def latent_mixer(spec: MixerSpec[Latent], ops: OpTable) -> LatentMixer:
     """Return the mixer of layers with latents: by kernels on a GPU in 16 bits, else by the op table."""
     if spec.device_type == "cuda" and spec.dtype in HALVES:
         from minisgl.attention.latent_triton import TritonLatents
 
-        return TritonLatents(kind, spec, ops)
-    return LatentMixer(kind, spec, ops)
+        return TritonLatents(spec, ops)
+    return LatentMixer(spec, ops)
 
 
 def _build(

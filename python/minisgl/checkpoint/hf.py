@@ -228,15 +228,20 @@ def fingerprint(folder: Path, *, has_weights: bool) -> str:
     digest = blake2b(json.dumps(load_config(folder), sort_keys=True).encode(), digest_size=16)
     files = weight_files(folder) if has_weights else []
     for path in (file for file in files if file.suffix != ".gguf"):
-        with path.open("rb") as file:
-            header = file.read(int.from_bytes(file.read(8), "little"))
-            digest.update(header)
-            for name, tensor in sorted(json.loads(header).items()):
-                if name != "__metadata__":
-                    start, end = tensor["data_offsets"]
-                    file.seek(8 + len(header) + (start + end) // 2)
-                    digest.update(file.read(min(PIECE_BYTES, (end - start) // 2)))
+        add_pieces(digest, path)
     return digest.hexdigest()
+
+
+def add_pieces(digest: blake2b, path: Path) -> None:
+    """Add to a digest the header of a safetensors file, and a piece of each tensor."""
+    with path.open("rb") as file:
+        header = file.read(int.from_bytes(file.read(8), "little"))
+        digest.update(header)
+        for name, tensor in sorted(json.loads(header).items()):
+            if name != "__metadata__":
+                start, end = tensor["data_offsets"]
+                file.seek(8 + len(header) + (start + end) // 2)
+                digest.update(file.read(min(PIECE_BYTES, (end - start) // 2)))
 
 
 def weight_files(folder: Path) -> list[Path]:

@@ -6,7 +6,7 @@ this file (`python -m minisgl.native.abi`), and a library that was compiled from
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from typing import TYPE_CHECKING, Any, Final, NamedTuple
 
 import numpy as np
@@ -19,21 +19,22 @@ if TYPE_CHECKING:
 
 
 class Flag:
-    """Bits of a slot's flags."""
+    """Bits of a sequence's flags."""
 
     SAMPLES: Final = 1  # a token is sampled from the logits of the last position
     FROM_DEVICE: Final = 2  # the one input token is the row's newest, which only the device knows
     PENALIZED: Final = 4  # penalties and logit bias apply (a penalty record came with the row)
     FILTERED: Final = 8  # top-k, top-p or min-p exclude tokens
     LOGPROBS: Final = 16  # the log-probability of the sampled token is wanted
-    PROMPT_LOGPROBS: Final = 32  # log-probabilities of the tokens that follow the slot's tokens are wanted
+    PROMPT_LOGPROBS: Final = 32  # log-probabilities of the tokens that follow the sequence's tokens are wanted
     MASKED: Final = 64  # a mask says which tokens may be sampled
+    ADAPTED: Final = 256  # an adapter changes the projections (the row table has its slot)
     DRAFTS: Final = 128  # the tokens are the row's newest and drafts; the device knows them, and the true positions
 
 
 # One sequence in a step: the tokens at positions [start, stop) of the sequence in `row`. With DRAFTS these are upper
 # bounds: the true start is the row's length on the device less one, and each of the stop - start tokens samples.
-SLOT: Final = np.dtype([("row", "<i4"), ("start", "<i4"), ("stop", "<i4"), ("flags", "<i4")])
+SEQUENCE: Final = np.dtype([("row", "<i4"), ("start", "<i4"), ("stop", "<i4"), ("flags", "<i4")])
 
 # A group is state with one lifetime; its pages have ids of their own. FULL pages live as long as the text. A row has
 # those of WINDOW only for the last tokens of its text, and one of STATE, its slot: a recurrent state.
@@ -75,6 +76,7 @@ ROW_FIELDS: Final = (
     RowField("top_k", "<i4", "sampling_params.top_k"),
     RowField("top_p", "<f4", "sampling_params.top_p"),
     RowField("min_p", "<f4", "sampling_params.min_p"),
+    RowField("adapter", "<i4", "adapter_slot"),
 )
 # A record of the row table, padded to a multiple of 8 bytes.
 ROW: Final = np.dtype(
@@ -108,11 +110,15 @@ PENALTY_HEAD: Final = np.dtype(
 # come the tokens at positions [first, first + words - 4). The row's newest token, at length - 1, may be in flight.
 HISTORY_HEAD: Final = np.dtype([("words", "<i4"), ("row", "<i4"), ("first", "<i4"), ("length", "<i4")])
 
-# What the host proposes for a row whose slot has DRAFTS: the tokens that may stand at positions [first, first +
+# What the host proposes for a row whose sequence has DRAFTS: the tokens that may stand at positions [first, first +
 # PROPOSED). The device drafts those after the row's length, which the host may not know yet, and not what its drafter
 # has found.
 PROPOSED: Final = 17  # the most drafts of a step, and as many tokens as such a step in flight may confirm
 PROPOSAL: Final = np.dtype([("row", "<i4"), ("first", "<i4"), ("tokens", "<i4", (PROPOSED,))])
+
+# The head of a record that loads an adapter into a slot of the device's memory, for steps of later plans. After it
+# comes `params.Adapter.source` in UTF-8, padded to whole words.
+ADAPTER_HEAD: Final = np.dtype([("words", "<i4"), ("slot", "<i4"), ("bytes", "<i4")])
 
 NEWEST: Final = -1  # in place of a token id: the row's newest token, which only the device knows
 NOT_DRAFTED: Final = -1  # in place of a token's index among the newest and the drafts: its row does not draft
@@ -123,7 +129,7 @@ MAX_DRAFT_TOKENS: Final = 1280  # of a step with drafts, besides those of prompt
 WORD: Final = np.dtype("<i4")
 NO_INTS: Final[Ints] = np.empty(0, WORD)
 NO_MASKS: Final[Ints] = np.empty((0, 0), WORD)
-NO_SLOTS: Final[Records] = np.empty(0, SLOT)
+NO_SEQUENCES: Final[Records] = np.empty(0, SEQUENCE)
 NO_PAGE_WRITES: Final[Records] = np.empty(0, PAGE_WRITE)
 NO_MOVES: Final[Records] = np.empty(0, MOVE)
 NO_COPIES: Final[Records] = np.empty(0, COPY)
@@ -133,7 +139,7 @@ NO_PROPOSALS: Final[Records] = np.empty(0, PROPOSAL)
 
 # The arrays of a packed plan, in order, and what each holds; `masks` [M, words of a mask] are packed flat.
 PLAN_ARRAYS: Final = (
-    ("slots", SLOT),
+    ("sequences", SEQUENCE),
     ("tokens", WORD),
     ("page_writes", PAGE_WRITE),
     ("row_states", ROW_STATE),
@@ -146,9 +152,27 @@ PLAN_ARRAYS: Final = (
     ("restores", COPY),
     ("captures", COPY),
     ("folds", FOLD),
+    ("adapters", WORD),
 )
 # The head of a packed plan: the number of elements of each array stands under its name.
 PLAN_HEAD: Final = np.dtype([("step", "<i4"), ("mask_words", "<i4"), *((name, "<i4") for name, _ in PLAN_ARRAYS)])
+
+
+def adapter_load(slot: int, source: str) -> Ints:
+    """Return the record that loads an adapter into a slot."""
+    data = source.encode(errors="surrogateescape")
+    padded = np.frombuffer(data + bytes(-len(data) % WORD.itemsize), WORD)
+    head = np.array([(words(ADAPTER_HEAD) + len(padded), slot, len(data))], ADAPTER_HEAD)
+    return np.concatenate([head.view(WORD), padded])
+
+
+def adapter_loads(records: Ints) -> Iterator[tuple[int, str]]:
+    """Yield (slot, source) of each record that loads an adapter."""
+    while len(records):
+        head = records[: words(ADAPTER_HEAD)].view(ADAPTER_HEAD)[0]
+        data = records[words(ADAPTER_HEAD) : head["words"]].tobytes()[: head["bytes"]]
+        yield int(head["slot"]), data.decode(errors="surrogateescape")
+        records = records[head["words"] :]
 
 
 def words(record: np.dtype[Any]) -> int:

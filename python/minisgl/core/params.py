@@ -10,6 +10,7 @@ from __future__ import annotations
 import hashlib
 import re
 from collections.abc import Mapping
+from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, Final, Literal, NoReturn, get_args
 
 import msgspec
@@ -60,6 +61,25 @@ class Grammar(msgspec.Struct, frozen=True, omit_defaults=True):
         if self.kind not in (kinds := get_args(GrammarKind)) or not isinstance(self.text, str):
             rule = f"kind must be one of {', '.join(kinds)}, and text a string, such as from json.dumps"
             raise RequestError(f"Grammar({self.kind!r:.40}, {self.text!r:.40}): {rule}", param="grammar")
+
+
+class Adapter(msgspec.Struct, frozen=True):
+    """An adapter: the name that requests give, its folder, and a `key` that other contents of the folder have not."""
+
+    name: str
+    folder: str
+    key: str
+
+    @property
+    def source(self) -> str:
+        """What identifies its weights; `folder_and_key` takes it apart."""
+        return f"{self.key}:{self.folder}"
+
+
+def folder_and_key(source: str) -> tuple[Path, str]:
+    """Return the folder and the key of an adapter's `source`."""
+    key, _, folder = source.partition(":")
+    return Path(folder), key
 
 
 NUMBER, KEY = "\0", "\1"  # in the texts of `ToolCalls`: any number, and any name of an argument
@@ -150,7 +170,7 @@ class SamplingParams(
     says what is reasoning, whose tokens are counted, and limits it. `n` is the
     number of choices (in Python; a request to the scheduler has one). `embed` asks only for the prompt's embedding.
     Requests share cached prefixes only if they have the same `cache_salt`, so that response times tell other clients
-    nothing about a prompt. Without `speculate`, the request drafts no tokens. A lower
+    nothing about a prompt. Without `speculate`, the request drafts no tokens. An `adapter` changes the model. A lower
     `priority` goes first.
     """
 
@@ -180,12 +200,18 @@ class SamplingParams(
     cache_salt: Annotated[str, Meta(max_length=256)] = ""
     speculate: bool = True
     priority: Annotated[int, Meta(ge=-(2**31), le=MAX_INT32)] = 0
+    adapter: Adapter | None = None
     n: Annotated[int, Meta(ge=1, le=1024)] = 1
 
     @property
     def effective_temperature(self) -> float:
         """The temperature at which tokens are sampled: 0, greedy, also if `top_p` keeps only the most likely one."""
         return self.temperature if self.top_p > 0 else 0.0
+
+    @property
+    def salt(self) -> str:
+        """What requests that share cached prefixes have in common; "" without an adapter and `cache_salt`."""
+        return self.cache_salt if self.adapter is None else f"{self.adapter.source}\n{self.cache_salt}"
 
     @property
     def is_filtered(self) -> bool:
@@ -202,6 +228,11 @@ class SamplingParams(
     def thinking_limit(self) -> Thinking | None:
         """The reasoning, if its end may be forced."""
         return None if self.thinking is None or self.thinking.budget is None else self.thinking
+
+    @property
+    def has_masks(self) -> bool:
+        """Whether not every token may be sampled: there is a grammar, or a limit of the reasoning."""
+        return self.grammar is not None or self.thinking_limit is not None
 
     @property
     def wants_prompt_logprobs(self) -> bool:

@@ -61,27 +61,28 @@ class FinishReason(enum.StrEnum):
 class BatchPlan:
     """One step as host integers; packs into one int32 buffer. `minisgl.core.layout` has the records and flags.
 
-    slots              SLOT [B]        the sequences of the step
-    tokens             int32 [T]       input tokens of the slots without FROM_DEVICE, in slot order
+    sequences          SEQUENCE [B]    the sequences of the step
+    tokens             int32 [T]       input tokens of the sequences without FROM_DEVICE, in sequence order
     page_writes        PAGE_WRITE [P]  page-table entries to write first
     row_states         ROW_STATE [R]   fields of newly filled rows
     penalties          int32 [A]       penalty records of newly filled rows, concatenated
-    masks              int32 [M, W]    the tokens that MASKED slots may sample, in slot order: bit i of word w allows
+    masks              int32 [M, W]    the tokens that MASKED sequences may sample, in their order: bit i of word w is
                                        token 32 w + i; empty if the masks come later (`StepOutput.sample`)
-    prompt_logprob_ids int32 [N]       the token after each token of the PROMPT_LOGPROBS slots, in slot order, except
-                                       after tokens whose logits are sampled
+    prompt_logprob_ids int32 [N]       the token after each token of the sequences with PROMPT_LOGPROBS, in order, but
+                                       not after tokens whose logits are sampled
     histories          int32 [H]       history records of rows that begin to draft, concatenated
     proposals          PROPOSAL [D]    drafts from the host
     moves              MOVE [N]        units to copy to and from tiers, in this order, before anything else
     restores           COPY [K]        STATE to copy from snapshots to rows, after earlier steps and before this one; a
-                                       row's first slot may be in a later plan
+                                       row's first sequence may be in a later plan
     captures           COPY [C]        STATE to copy from rows to snapshots within the step, when the row's chunk has
                                        come to `position`
     folds              FOLD [F]        slots whose state moves on, after earlier steps and before the restores
+    adapters           int32 [L]       records that load adapters for steps of later plans, concatenated
     """
 
     step: int
-    slots: Records
+    sequences: Records
     tokens: Ints = field(default_factory=lambda: NO_INTS)
     page_writes: Records = field(default_factory=lambda: NO_PAGE_WRITES)
     row_states: Records = field(default_factory=lambda: NO_ROW_STATES)
@@ -94,22 +95,30 @@ class BatchPlan:
     restores: Records = field(default_factory=lambda: NO_COPIES)
     captures: Records = field(default_factory=lambda: NO_COPIES)
     folds: Records = field(default_factory=lambda: NO_FOLDS)
+    adapters: Ints = field(default_factory=lambda: NO_INTS)
 
     @cached_property
     def has_drafts(self) -> bool:
-        """Whether a slot has DRAFTS; the result of such a slot has several columns."""
-        return bool((self.slots["flags"] & Flag.DRAFTS).any())
+        """Whether a sequence has DRAFTS; the result of such a sequence has several columns."""
+        return bool((self.sequences["flags"] & Flag.DRAFTS).any())
+
+    @cached_property
+    def has_adapters(self) -> bool:
+        """Whether a sequence has an adapter."""
+        return bool((self.sequences["flags"] & Flag.ADAPTED).any())
 
     @cached_property
     def widths(self) -> Ints:
-        """The number of tokens that each sampling slot samples: 1 without DRAFTS."""
-        slots = self.slots[(self.slots["flags"] & Flag.SAMPLES) != 0]
-        return np.where((slots["flags"] & Flag.DRAFTS) != 0, slots["stop"] - slots["start"], 1).astype(np.int32)
+        """The number of tokens that each sampling sequence samples: 1 without DRAFTS."""
+        sequences = self.sequences[(self.sequences["flags"] & Flag.SAMPLES) != 0]
+        return np.where((sequences["flags"] & Flag.DRAFTS) != 0, sequences["stop"] - sequences["start"], 1).astype(
+            np.int32
+        )
 
     @cached_property
     def sampled_flags(self) -> Ints:
-        """The flags [S] of each sampled token, in slot order."""
-        flags: Ints = self.slots["flags"]
+        """The flags [S] of each sampled token, in sequence order."""
+        flags: Ints = self.sequences["flags"]
         sampled: Ints = flags[(flags & Flag.SAMPLES) != 0]
         return np.repeat(sampled, self.widths) if self.has_drafts else sampled
 
@@ -149,7 +158,7 @@ class BatchPlan:
 class StepResult:
     """The result of a step, as int32 arrays on the host.
 
-    tokens      [S]             the sampled tokens, in slot order
+    tokens      [S]             the sampled tokens, in sequence order
     finite      [S]             1 if the logits were finite
     logprobs    [WIDTH, S + N]  for the sampled tokens, then for the plan's `prompt_logprob_ids`: the token's
                                 log-probability (float bits; undefined unless requested), then the ids of the TOP most
@@ -157,8 +166,8 @@ class StepResult:
     embeddings  [H, S]          of an embedding model: the pooled hidden states (float bits). Then tokens are undefined,
                                 and `finite` is about the embeddings. None for other models
     confirmed   [S]             1 if all drafts before were accepted, so that the token belongs to the answer; None if
-                                no slot has DRAFTS
-    ready       [S]             in a slot's first column: its number of drafts for the next step; None likewise
+                                no sequence has DRAFTS
+    ready       [S]             in a sequence's first column: its number of drafts for the next step; None likewise
     """
 
     tokens: Ints
@@ -291,12 +300,12 @@ class PromptLogprobs:
 
 @dataclass(frozen=True, slots=True)
 class DraftColumns:
-    """The D slots of a step that have DRAFTS, and their columns of the result."""
+    """The D sequences of a step that have DRAFTS, and their columns of the result."""
 
     draft_index: torch.Tensor  # [T] int32: 0 for the newest token of a row that drafts, i for draft i; or NOT_DRAFTED
     rows: torch.Tensor  # [D] int64
     counts: torch.Tensor  # [D] int32, numbers of drafts
-    columns: torch.Tensor  # [D, 1 + max drafts] int64, indices into S; those of slots with fewer repeat their last
+    columns: torch.Tensor  # [D, 1 + max drafts] int64, indices into S; those of sequences with fewer repeat their last
     longest: int  # the largest possible length of a row after this step
 
 
@@ -305,7 +314,7 @@ class Batch:
     """One step as device tensors, derived only from a `BatchPlan`."""
 
     shape: StepShape
-    slots: Records  # SLOT [B] as in the plan, for kernels that plan on the host; empty in a captured step
+    sequences: Records  # SEQUENCE [B] as in the plan, for kernels that plan on the host; empty in a captured step
     layout: SeqLayout
     input_ids: torch.Tensor  # [T] int32; NEWEST where only the device knows the token, a draft or the row's newest
     positions: torch.Tensor  # [T] int32
@@ -316,6 +325,7 @@ class Batch:
     row_states: torch.Tensor  # [R, words of ROW_STATE] int32
     prompt_logprobs: PromptLogprobs | None = None
     drafts: DraftColumns | None = None
+    has_adapters: bool = False  # whether a sequence has one; in a captured step, may have one
     captures: torch.Tensor | None = None  # [N, 3] int32, in models with recurrent state: row, position, target slot
 
     @property
@@ -328,9 +338,10 @@ class Context:
     """What a forward pass needs besides its inputs. It is an argument, never a global.
 
     `mixers` has what each of the model's mixers has prepared. The model stores the outputs [T, H] of the layers that
-    are keys of `taps`; those of the last layer are normalised.
+    are keys of `taps`; those of the last layer are normalised. `adapters` [T] int32 are as in `layers.linear.Stream`.
     """
 
     batch: Batch
     mixers: tuple[Any, ...]
     taps: dict[int, Any] = field(default_factory=dict)
+    adapters: torch.Tensor | None = None

@@ -101,7 +101,7 @@ class GatedDelta:
     key_dim: int
     value_dim: int
     width: int
-    recent: int
+    recent: int = 20
     is_narrow: bool = False
 
     @property

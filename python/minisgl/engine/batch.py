@@ -42,11 +42,11 @@ class Expanded:
 
 
 def expand(plan: BatchPlan) -> Expanded:
-    """Expand slots to tokens. Reads only the plan."""
-    row, start, stop, flags = (plan.slots[name] for name in ("row", "start", "stop", "flags"))
+    """Expand sequences to tokens. Reads only the plan."""
+    row, start, stop, flags = (plan.sequences[name] for name in ("row", "start", "stop", "flags"))
     lens = stop - start
     ends = np.cumsum(lens, dtype=np.int32)
-    # Position of token t of a slot that begins at offset o: t - o + start.
+    # Position of token t of a sequence that begins at offset o: t - o + start.
     positions = np.arange(lens.sum(), dtype=np.int32) + np.repeat(start - (ends - lens), lens)
     is_host_token = np.repeat((flags & Flag.FROM_DEVICE) == 0, lens)
     input_ids = np.full(len(positions), NEWEST, np.int32)
@@ -84,23 +84,23 @@ def mask_index(flags: Ints) -> Ints:
 
 
 def _logprob_tokens(flags: Ints, lens: Ints, ends: Ints) -> Ints:
-    """Return the tokens of the PROMPT_LOGPROBS slots except those that are sampled from."""
+    """Return the tokens of the PROMPT_LOGPROBS sequences except those that are sampled from."""
     is_wanted = np.repeat((flags & Flag.PROMPT_LOGPROBS) != 0, lens)
     is_wanted[(ends - 1)[(flags & Flag.SAMPLES) != 0]] = False
     return np.flatnonzero(is_wanted).astype(np.int32)
 
 
-def step_shape(slots: Records) -> StepShape:
-    """Return the shape of a step that computes `slots`."""
-    lens = slots["stop"] - slots["start"]
-    is_chunk = ((slots["flags"] & Flag.FROM_DEVICE) == 0) & (lens > 1)
-    decodes = int(is_chunk.argmax()) if is_chunk.any() else len(slots)
+def step_shape(sequences: Records) -> StepShape:
+    """Return the shape of a step that computes `sequences`."""
+    lens = sequences["stop"] - sequences["start"]
+    is_chunk = ((sequences["flags"] & Flag.FROM_DEVICE) == 0) & (lens > 1)
+    decodes = int(is_chunk.argmax()) if is_chunk.any() else len(sequences)
     return StepShape(
         decodes=decodes,
         queries=int(lens[:decodes].max(initial=1)),
-        chunks=len(slots) - decodes,
+        chunks=len(sequences) - decodes,
         chunk_tokens=int(lens[decodes:].sum()),
-        context=int(slots["stop"][decodes:].max(initial=0)),
+        context=int(sequences["stop"][decodes:].max(initial=0)),
     )
 
 
@@ -110,8 +110,8 @@ def make_batch(plan: BatchPlan, device: Device) -> Batch:
     copies = plan.captures
     rows, kv_lens, ends, ids, positions, token_rows, logit_tokens, page_writes, row_states, captures, *sampling = (
         device.upload(
-            plan.slots["row"],
-            plan.slots["stop"],
+            plan.sequences["row"],
+            plan.sequences["stop"],
             x.cu_query_lens,
             x.input_ids,
             x.positions,
@@ -128,8 +128,8 @@ def make_batch(plan: BatchPlan, device: Device) -> Batch:
     )
     drafts = draft_columns(plan, x.draft_index, device) if plan.has_drafts else None
     return Batch(
-        shape=step_shape(plan.slots),
-        slots=plan.slots,
+        shape=step_shape(plan.sequences),
+        sequences=plan.sequences,
         captures=captures,
         layout=SeqLayout(rows, kv_lens, ends),
         input_ids=ids,
@@ -141,27 +141,28 @@ def make_batch(plan: BatchPlan, device: Device) -> Batch:
         row_states=row_states,
         prompt_logprobs=_prompt_logprobs(x, plan.prompt_logprob_ids, device) if len(plan.prompt_logprob_ids) else None,
         drafts=drafts,
+        has_adapters=plan.has_adapters,
     )
 
 
 def draft_columns(plan: BatchPlan, draft_index: Ints, device: Device) -> DraftColumns:
-    """Return the slots with DRAFTS of a plan that has some; `draft_index` is that of its expansion."""
-    slots = plan.slots[(plan.slots["flags"] & Flag.SAMPLES) != 0]
-    is_drafted = (slots["flags"] & Flag.DRAFTS) != 0
+    """Return the sequences with DRAFTS of a plan that has some; `draft_index` is that of its expansion."""
+    sequences = plan.sequences[(plan.sequences["flags"] & Flag.SAMPLES) != 0]
+    is_drafted = (sequences["flags"] & Flag.DRAFTS) != 0
     first = (np.cumsum(plan.widths, dtype=np.int32) - plan.widths)[is_drafted]
-    slots, counts = slots[is_drafted], plan.widths[is_drafted] - 1
+    sequences, counts = sequences[is_drafted], plan.widths[is_drafted] - 1
     index = np.minimum(np.arange(counts.max() + 1, dtype=np.int32), counts[:, None])
-    draft_index_, rows, counts_, columns = device.upload(draft_index, slots["row"], counts, first[:, None] + index)
-    return DraftColumns(draft_index_, rows.long(), counts_, columns.long(), int(slots["stop"].max()) + 1)
+    draft_index_, rows, counts_, columns = device.upload(draft_index, sequences["row"], counts, first[:, None] + index)
+    return DraftColumns(draft_index_, rows.long(), counts_, columns.long(), int(sequences["stop"].max()) + 1)
 
 
 def make_sampling(plan: BatchPlan, index: npt.NDArray[np.intp], device: Device) -> Sampling:
     """Upload the sampling inputs of the sequences `index`, counted among those of a plan that sample."""
-    slots = plan.slots[(plan.slots["flags"] & Flag.SAMPLES) != 0]
-    mask_indices = mask_index(slots["flags"])
-    slots = slots[index]
-    arrays = device.upload(slots["row"], slots["stop"], slots["flags"], mask_indices[index])
-    return _sampling(arrays, int(np.bitwise_or.reduce(slots["flags"], initial=0)), None)
+    sequences = plan.sequences[(plan.sequences["flags"] & Flag.SAMPLES) != 0]
+    mask_indices = mask_index(sequences["flags"])
+    sequences = sequences[index]
+    arrays = device.upload(sequences["row"], sequences["stop"], sequences["flags"], mask_indices[index])
+    return _sampling(arrays, int(np.bitwise_or.reduce(sequences["flags"], initial=0)), None)
 
 
 def _sampling(arrays: list[torch.Tensor], flags: int, drafted: torch.Tensor | None) -> Sampling:

@@ -7,11 +7,12 @@ from pathlib import Path
 
 import torch
 
-from minisgl.attention.backend import AttentionSpec, MixerSpec
+from minisgl.attention.backend import Kind, MixerSpec
 from minisgl.checkpoint.embedder import Pooling
+from minisgl.core.params import Adapter
 from minisgl.core.rounding import ceil_div
-from minisgl.core.specs import GroupedQuery
 from minisgl.distributed.info import DistributedInfo
+from minisgl.layers.adapters import AdapterSizes
 from minisgl.models.model_config import ModelConfig
 from minisgl.speculative.source import DraftSource
 
@@ -43,17 +44,14 @@ class EngineSpec:
     max_queries: int = 1  # tokens of a decoding sequence in a step, at most: the newest one and drafts
     host_kv: int = 0  # bytes, over all ranks
     disk_kv: tuple[Path, int] | None = None  # a folder, and bytes over all ranks
+    adapters: AdapterSizes | None = None
+    first_adapters: tuple[Adapter, ...] = ()  # read at the start
 
     @property
     def pages_per_row(self) -> int:
         return ceil_div(self.max_seq_len, self.page_size)
 
-    def attention_spec(self, kind: GroupedQuery, device_type: str) -> AttentionSpec:
-        """Return what a backend for layers of this kind is built for."""
+    def mixer_spec(self, kind: Kind, device_type: str) -> MixerSpec[Kind]:
+        """Return what a mixer for layers of this kind is built for."""
         rows = self.max_running_requests + 1
-        return AttentionSpec(device_type, self.dtype, kind, self.page_size, rows, self.max_queries, self.fp8_cache)
-
-    def mixer_spec(self, device_type: str) -> MixerSpec:
-        """Return what other mixers are built for."""
-        rows = self.max_running_requests + 1
-        return MixerSpec(device_type, self.dtype, self.page_size, rows, self.max_queries, self.fp8_cache)
+        return MixerSpec(device_type, self.dtype, kind, self.page_size, rows, self.max_queries, self.fp8_cache)

@@ -17,7 +17,7 @@ import numpy as np
 from minisgl.core.layout import FULL, MAX_DRAFT_TOKENS, NO_INTS, NO_PAGE_WRITES, PROPOSAL, Flag
 from minisgl.core.plan import DRAFT_CONTEXT, BatchPlan, Points, StepCosts
 from minisgl.engine.config import EngineSpec
-from minisgl.engine.trial import Slot, spread_plan, unknown_histories
+from minisgl.engine.trial import SequenceFields, spread_plan, unknown_histories
 from minisgl.kvcache.arena import Blocks
 from minisgl.settings.options import MAX_DRAFTS
 
@@ -47,8 +47,8 @@ def measure_costs(run: Run, spec: EngineSpec, blocks: Blocks, is_async: bool) ->
     repeats = REPEATS if is_async else CPU_REPEATS if adapts else 1
     clock = time.thread_time if adapts else time.perf_counter
 
-    def seconds(slots: list[Slot]) -> float:
-        return timed(spread_plan(slots, spec.page_size, blocks))
+    def seconds(sequences: list[SequenceFields]) -> float:
+        return timed(spread_plan(sequences, spec.page_size, blocks))
 
     def timed(plan: BatchPlan) -> float:
         times: list[float] = []
@@ -75,8 +75,8 @@ def measure_costs(run: Run, spec: EngineSpec, blocks: Blocks, is_async: bool) ->
         # Where steps are not repeated from the same lengths, the plan bounds those of the last one.
         start = DRAFT_CONTEXT + SLACK * is_async
         plan = spread_plan([(row, 0, start + width, DECODES) for row in range(rows)], spec.page_size, blocks)
-        plan.slots["start"] = start
-        plan.slots["flags"] |= Flag.DRAFTS
+        plan.sequences["start"] = start
+        plan.sequences["flags"] |= Flag.DRAFTS
         proposals = np.zeros(rows * are_proposed, PROPOSAL)
         proposals["row"], proposals["first"] = np.arange(len(proposals)), DRAFT_CONTEXT + 1
         return timed(replace(plan, histories=unknown_histories(rows, DRAFT_CONTEXT + 1), proposals=proposals))

@@ -12,7 +12,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from minisgl.core.layout import NO_SLOTS, Flag
+from minisgl.core.layout import NO_SEQUENCES, Flag
 from minisgl.core.plan import Batch, BatchPlan, Sampling, SeqLayout, StepShape
 from minisgl.distributed.tensor_parallel import VocabParallel
 from minisgl.engine.batch import make_batch
@@ -33,7 +33,7 @@ if TYPE_CHECKING:
     from minisgl.engine.config import EngineSpec
     from minisgl.engine.drafting import Drafting
     from minisgl.engine.runner import Parts
-    from minisgl.layers.builder import Parameter
+    from minisgl.layers.parameter import Parameter
 
 SAMPLED_ALIKE: Final = Flag.PENALIZED | Flag.FILTERED  # flags for which drafts are sampled like the target's tokens
 
@@ -46,7 +46,7 @@ class DraftModel(ABC):
     that the passes write. Steps that only decode do not run the model, and leave holes in its K/V.
     """
 
-    ahead: ClassVar[int]  # slot p depends on the tokens up to p + ahead
+    ahead: ClassVar[int]  # position p depends on the tokens up to p + ahead
     first: ClassVar[int]  # the draft that the first pass makes; -1: it fills a hole
     layers: tuple[int, ...] = ()  # the target's layers whose outputs `extend` gets
     parameters: tuple[Parameter, ...]
@@ -88,11 +88,13 @@ class DraftModel(ABC):
         for i in range(self.first, max_drafts):
             takes_part = counts > max(i, 0)
             rows = torch.where(takes_part, wanted, dummy_row)
-            at = torch.where(takes_part, lengths - 1 + i - self.ahead, 0).int()  # slots
+            at = torch.where(takes_part, lengths - 1 + i - self.ahead, 0).int()  # positions
             ids = history[rows, at.long() + self.ahead].clamp(0, self._vocab_size - 1)
             sampling = Sampling(rows, at + 1 + self.ahead, row_flags, torch.zeros_like(at), flags)
             layout, nothing = SeqLayout(rows.int(), at + 1, ends), inputs[0, :0]
-            batch = Batch(shape, NO_SLOTS, layout, ids, at, layout.rows, ends[:-1].long(), sampling, nothing, nothing)
+            batch = Batch(
+                shape, NO_SEQUENCES, layout, ids, at, layout.rows, ends[:-1].long(), sampling, nothing, nothing
+            )
             logits = self._logits(ids, batch)
             if i >= 0:
                 history[rows, sampling.positions.long()] = self.sample(logits, sampling)
@@ -101,7 +103,7 @@ class DraftModel(ABC):
 
     @abstractmethod
     def _logits(self, ids: Tensor, batch: Batch) -> Tensor:
-        """Compute logits [S, V] of a pass from token ids [T], those at slot + `ahead`."""
+        """Compute logits [S, V] of a pass from token ids [T], those at position + `ahead`."""
 
     def extend(self, batch: Batch, input_ids: Tensor, states: list[Tensor], out: Tensor, drafting: Drafting) -> None:
         """Process a step's tokens [T], the outputs [T, H] of `layers`, and the result `out` of `Drafting.verify`."""
@@ -117,7 +119,7 @@ class DraftModel(ABC):
 
 
 class SmallModel(DraftModel):
-    """A separate model. A slot has the K/V of its own token, so the preceding step leaves at most one hole.
+    """A separate model. A position has the K/V of its own token, so the preceding step leaves at most one hole.
 
     There is a hole if all drafts were accepted: then a first pass fills it.
     """
@@ -129,7 +131,7 @@ class SmallModel(DraftModel):
         self.parameters = parts.model.parameters
 
     def read_prompts(self, plan: BatchPlan) -> None:
-        chunks = plan.slots[(plan.slots["flags"] & Flag.FROM_DEVICE) == 0]
+        chunks = plan.sequences[(plan.sequences["flags"] & Flag.FROM_DEVICE) == 0]
         if len(chunks):
             chunks["flags"] = 0
             batch = make_batch(BatchPlan(plan.step, chunks, plan.tokens), self.parts.device)
@@ -193,10 +195,10 @@ class HeadModel(DraftModel):
 
 
 def drafted_rows(plan: BatchPlan) -> Ints:
-    """Return [3, D] of the slots with DRAFTS: rows, numbers of drafts to make, 0 for those of the host, and flags."""
-    slots = plan.slots[(plan.slots["flags"] & Flag.DRAFTS) != 0]
-    counts = np.where(np.isin(slots["row"], plan.proposals["row"]), 0, slots["stop"] - slots["start"] - 1)
-    return np.stack([slots["row"], counts, slots["flags"] & SAMPLED_ALIKE]).astype(np.int32)
+    """Return [3, D] of the sequences with DRAFTS: rows, drafts to make (0 for those of the host), flags."""
+    sequences = plan.sequences[(plan.sequences["flags"] & Flag.DRAFTS) != 0]
+    counts = np.where(np.isin(sequences["row"], plan.proposals["row"]), 0, sequences["stop"] - sequences["start"] - 1)
+    return np.stack([sequences["row"], counts, sequences["flags"] & SAMPLED_ALIKE]).astype(np.int32)
 
 
 def draft_spec(spec: EngineSpec) -> EngineSpec:

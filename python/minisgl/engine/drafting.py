@@ -15,7 +15,7 @@ from minisgl.settings.options import MAX_DRAFTS
 if TYPE_CHECKING:
     from minisgl.core.plan import Batch, BatchPlan, DraftColumns, Ints
     from minisgl.device.device import Device
-    from minisgl.layers.builder import Parameter
+    from minisgl.layers.parameter import Parameter
     from minisgl.speculative import Drafter
 
 
@@ -38,7 +38,7 @@ class DraftingModel(Protocol):
 
 
 class Drafting:
-    """The state of each row that the device keeps from step to step while the row's slots have DRAFTS.
+    """The state of each row that the device keeps from step to step while the row's sequences have DRAFTS.
 
     lengths  [rows] int32, tokens of the sequence; the newest, `last_token`, is the only one without K/V
     history  [rows, tokens] int32, these tokens; the newest may be missing, -1 is an unknown token
@@ -92,7 +92,7 @@ class Drafting:
 
     def complete(self, batch: Batch) -> Batch:
         """Return `batch`, which has drafts, with the true positions, and the tokens of its drafts."""
-        assert batch.drafts is not None, "no slot has DRAFTS"
+        assert batch.drafts is not None, "no sequence has DRAFTS"
         index, rows, layout = batch.drafts.draft_index, batch.token_rows.long(), batch.layout
         ids = torch.where(index > 0, self.drafts[rows, (index - 1).clamp(min=0).long()], batch.input_ids)
         positions = torch.where(index < 0, batch.positions, self.lengths[rows] - 1 + index)

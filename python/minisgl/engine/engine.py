@@ -17,6 +17,7 @@ from minisgl.device.create import create_device
 from minisgl.device.device import Device
 from minisgl.distributed.group import Group
 from minisgl.distributed.tensor_parallel import VocabParallel
+from minisgl.engine.adapters import AdapterPool
 from minisgl.engine.config import EngineSpec
 from minisgl.engine.costs import measure_costs
 from minisgl.engine.draft_model import make_draft_model
@@ -56,6 +57,7 @@ class Engine:
         self.spec, self.device = spec, device
         self.page_size, self.max_running_requests = spec.page_size, spec.max_running_requests
         self.eos_token_ids, self.is_async = spec.eos_token_ids, device.is_async
+        self.adapter_slots = 0 if spec.adapters is None else spec.adapters.slots
         embeds, vocab_size = spec.pooling is not None, spec.model.vocab_size
         self.limits = Limits(max_model_len=spec.max_seq_len, vocab_size=vocab_size, embeds=embeds)
         self.parts = load_parts(spec, device, group or Group(spec.info), factory, self.limits)
@@ -110,10 +112,12 @@ class Engine:
         """Start a step after those launched before, with the first runner that fits; its moves come first."""
         if len(folds := plan.folds):
             self.device.submit(lambda: self._fold(folds), 0.0)
+        if (pool := self.parts.adapters) is not None:
+            pool.start(plan.adapters)
         others = self.mover.launch(plan.moves, self._written(plan) if self.tiers else NO_INTS)
         if len(restores := plan.restores):
             self.device.submit(lambda: self._restore(restores), 0.0)
-        if not len(plan.slots):
+        if not len(plan.sequences):
             return ForwardOutput(plan, lambda masks: self.device.submit(lambda: NO_TOKENS, 0.0))
         output = next(r for r in self.runners if r.fits(plan)).launch(plan)
         self.mover.start(others)  # the host need not start these before the step
@@ -130,7 +134,7 @@ class Engine:
         groups = [writes["page"][writes["group"] == group] for group in range(len(self.blocks.pages))]
         units = [self.blocks.units_of(group, pages).ravel() for group, pages in enumerate(groups)]
         units += [self.blocks.units_of(STATE, copies).ravel()] if len(copies) else []
-        return np.concatenate([*units, plan.moves["unit"][: 0 if len(plan.slots) else None]])
+        return np.concatenate([*units, plan.moves["unit"][: 0 if len(plan.sequences) else None]])
 
     def _restore(self, copies: Records) -> torch.Tensor:
         self.parts.store.copy(copies["source"], copies["target"])
@@ -167,6 +171,11 @@ class Engine:
             stores.append(DiskStore(pool, folder, size // s.info.size, s.info.rank, owner))
         return stores
 
+    def read_adapter(self, source: str) -> None:
+        """Read an adapter into host memory; any thread may. Raises `ConfigError` if it does not fit the model."""
+        assert self.parts.adapters is not None, "the engine has no room for adapters"
+        self.parts.adapters.read(source)
+
     def step_costs(self) -> StepCosts:
         """The cost model measured at the start."""
         return self._costs
@@ -192,6 +201,7 @@ class Engine:
             "kv_tokens": self.blocks.ids(FULL) * self.page_size,
             "kv_bytes": self.memory.kv_bytes,
             "memory": self.memory.describe(),
+            "adapters": "none" if (pool := self.parts.adapters) is None else pool.describe(),
             "max_model_len": spec.max_seq_len,
             "max_running_requests": spec.max_running_requests,
         }
@@ -209,8 +219,9 @@ def load_parts(spec: EngineSpec, device: Device, group: Group, factory: RunnerFa
     progress = Progress("loading weights", "B", spec.info.rank == 0).update
     kind = target_format(device.type, spec.quantization or "", m.hidden_size)
     model = load_model(
-        spec.folder, m, spec.dtype, device, ops, spec.dummy_weight, progress, comm, kind, factory.supports_format
-    )
+        spec.folder, m, spec.dtype, device, ops, spec.dummy_weight, progress, comm, kind, factory.supports_format,
+        has_adapters=spec.adapters is not None,
+    )  # fmt: skip
     store = StateStore(spec.page_size, E4M3 if spec.fp8_cache else spec.dtype, device.torch_device, spec.dtype)
     store.add(model.states)
     # One row more than requests: the dummy row pads captured steps.
@@ -219,7 +230,12 @@ def load_parts(spec: EngineSpec, device: Device, group: Group, factory: RunnerFa
     max_biases = MAX_LOGIT_BIASES + MAX_STOP_TOKENS + len(spec.eos_token_ids)
     penalties = LogitPenalties(0 if limits.embeds else rows + 1, m.vocab_size, max_biases, device)
     vocab = VocabParallel(comm, m.vocab_size)
-    parts = Parts(device, ops, model, store, mixers, state, penalties, comm, vocab)
+    pool = None
+    if spec.adapters is not None:
+        pool = AdapterPool(model.adapted, spec.adapters, spec.dtype, device, factory.pack_adapter)
+        for adapter in spec.first_adapters:
+            pool.read(adapter.source)  # one that does not fit the model ends the start
+    parts = Parts(device, ops, model, store, mixers, state, penalties, comm, vocab, adapters=pool)
     if spec.drafter is None:
         return parts
     has_model = spec.draft is not None

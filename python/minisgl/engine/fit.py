@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import Final
 
 from minisgl.checkpoint import hf
+from minisgl.checkpoint.adapter import adapters_of, read_config
 from minisgl.checkpoint.embedder import Embedder, decoder_config, read_embedder
 from minisgl.checkpoint.gguf_folder import gguf_files
 from minisgl.core.errors import ConfigError
@@ -28,6 +29,7 @@ from minisgl.speculative.source import HEAD_FOLDER, DraftSource, has_head, next_
 ITEM_BYTES: Final = {"float32": 4, "bfloat16": 2, "float16": 2}
 QUANTIZATIONS: Final = {"cpu": {"int8": 8, "int4": 4}, "cuda": {"fp8": 8, "int8": 8, "int4": 4}}  # bits per weight
 MAX_THREADS_PER_CORE: Final = 4  # more threads only wait for each other
+DEFAULT_RANK: Final = 16  # of adapters
 GB: Final = 1e9
 
 
@@ -63,7 +65,9 @@ class Checkpoint:
         if draft is not None and asked != config.speculate and draft.model.num_heads % config.tp:
             draft = None  # The ranks cannot divide this head, and the user did not name it.
         drafts = config.num_draft_tokens * (draft is not None or config.speculate not in (None, "off"))
-        model = replace(model, recent=recent_tokens(1 + drafts), has_narrow_state=config.state_dtype == "model")
+        if model.linear is not None:
+            recent, is_narrow = recent_tokens(1 + drafts), config.state_dtype == "model"
+            model = replace(model, linear=replace(model.linear, recent=recent, is_narrow=is_narrow))
         return cls(folder, model, embedder, model.max_position_embeddings, draft)
 
     def page_size(self, config: EngineConfig, device: str) -> int:
@@ -73,9 +77,10 @@ class Checkpoint:
 
 @dataclass(frozen=True)
 class Footprint:
-    """The least bytes that a rank needs for weights, for the state of all rows, and for a page of each group."""
+    """The least bytes that a rank needs for weights, slots of adapters, the state of all rows, a page of each group."""
 
     weights: int
+    adapters: int
     rows: int
     pages: tuple[int, ...]
     page_size: int
@@ -99,12 +104,21 @@ class Footprint:
         weights = matrices(m.num_projections, m.num_expert_weights, m.num_others)
         if config.quantization is not None and device == "cuda" and not m.tie_word_embeddings:
             weights -= m.vocab_size * m.hidden_size * (item - 1)  # the head has 8 bits: `HEAD_FORMAT`
+        adapters = config.max_loras * adapter_rank(config) * m.num_adapted * item // config.tp
         if checkpoint.draft is not None:
             page_bytes[FULL] += _page_bytes(checkpoint.draft.model, config, page_size, item)[FULL]
             d, experts = checkpoint.draft, checkpoint.draft.model.num_expert_weights
             is_layer = bool(d.names)  # which is quantized as the model's are
             weights += matrices(d.num_projections, experts, d.num_others) if is_layer else d.model.num_weights * item
-        return cls(weights // config.tp, config.max_running_requests * row, tuple(page_bytes), page_size)
+        return cls(weights // config.tp, adapters, config.max_running_requests * row, tuple(page_bytes), page_size)
+
+
+def adapter_rank(config: EngineConfig) -> int:
+    """Return the largest rank that an adapter may have, 0 without adapters. Raises `ConfigError` for a bad one."""
+    ranks = [read_config(Path(adapter.folder)).largest_rank for adapter in adapters_of(config.lora)]
+    if not ranks and config.lora_dynamic is None:
+        return 0
+    return config.max_lora_rank or max((DEFAULT_RANK, *ranks))
 
 
 def _page_bytes(model: ModelConfig, config: EngineConfig, page_size: int, item: int) -> list[int]:
@@ -177,6 +191,7 @@ def _check_fallback(checkpoint: Checkpoint, config: EngineConfig) -> None:
         f"--cuda-graph-max-bs {config.cuda_graph_max_bs}": bool(config.cuda_graph_max_bs),
         "an embedding model": checkpoint.embedder is not None,
         "a quantized checkpoint": checkpoint.model.quantization is not None,
+        "adapters": config.lora is not None or config.lora_dynamic is not None,
         "GGUF files": bool(gguf_files(checkpoint.folder)),
     }
     for what, is_refused in refused.items():
@@ -241,6 +256,11 @@ def _check_memory(config: EngineConfig, needs: Footprint, dtype: str, ranks: int
     num_pages = config.num_pages or 0
     parts = [
         (ranks * needs.weights, f"weights in {dtype}", "take a smaller model, or more GPUs (--tp)"),
+        (
+            ranks * needs.adapters,
+            f"--max-loras {config.max_loras}",
+            "give a smaller number, or a lower --max-lora-rank",
+        ),
         (ranks * needs.rows, f"--max-running-requests {config.max_running_requests}", "give a smaller number"),
         (ranks * needs.pages[FULL] * num_pages, f"--num-pages {num_pages}", "give a smaller number"),
     ]

@@ -44,7 +44,7 @@ class MeanOfTokens:
         self._sums = torch.zeros(len(state), parts.model.config.hidden_size, device=state.device)
 
     def __call__(self, batch: Batch) -> Tensor:
-        parts, layout, lens = self._parts, batch.layout, batch.slots["stop"] - batch.slots["start"]
+        parts, layout, lens = self._parts, batch.layout, batch.sequences["stop"] - batch.sequences["start"]
         every = torch.arange(batch.num_tokens, device=batch.positions.device)
         hidden = _normed(parts, replace(batch, logit_tokens=every))
         # A sum for each sequence: a scattered sum would add in a different order in every run.

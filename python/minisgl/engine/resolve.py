@@ -9,12 +9,15 @@ from dataclasses import replace
 import torch
 
 from minisgl.attention.selection import resolve_attention
+from minisgl.checkpoint.adapter import adapters_of
 from minisgl.core import specs
+from minisgl.core.rounding import round_up
 from minisgl.core.specs import GroupedQuery
 from minisgl.distributed.info import ALONE, DistributedInfo
 from minisgl.engine.config import EngineSpec
-from minisgl.engine.fit import Checkpoint, check_settings
+from minisgl.engine.fit import Checkpoint, adapter_rank, check_settings
 from minisgl.engine.runner import MIXERS, RUNNERS, Mixer
+from minisgl.layers.adapters import RANK_STEP, AdapterSizes
 from minisgl.models.weight import has_own_head
 from minisgl.ops.table import OpTable
 from minisgl.settings.options import MEMORY_RATIOS, EngineConfig
@@ -29,11 +32,12 @@ DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch
 
 def make_mixers(spec: EngineSpec, kinds: Sequence[specs.Mixer], device_type: str, ops: OpTable) -> tuple[Mixer, ...]:
     """Return a mixer of each kind. Raises `ConfigError` if no attention backend works."""
-    wanted = [spec.attention_spec(kind, device_type) for kind in kinds if isinstance(kind, GroupedQuery)]
+    wanted = [spec.mixer_spec(kind, device_type) for kind in kinds if isinstance(kind, GroupedQuery)]
     attention = iter(resolve_attention(spec.attention_backend, wanted, ops))
-    others = spec.mixer_spec(device_type)
     return tuple(
-        next(attention) if isinstance(kind, GroupedQuery) else MIXERS.load(type(kind).__name__)(kind, others, ops)
+        next(attention)
+        if isinstance(kind, GroupedQuery)
+        else MIXERS.load(type(kind).__name__)(spec.mixer_spec(kind, device_type), ops)
         for kind in kinds
     )
 
@@ -64,6 +68,7 @@ def resolve(
     if embedder is None:
         template = ChatTemplate.of_folder(checkpoint.folder, config.load_chat_template(), config.template_kwargs)
         ends = EndTokens.of_folder(checkpoint.folder, template).ids
+    rank = round_up(adapter_rank(config), RANK_STEP)
     graph_rows = min(wanted, config.max_running_requests) if has_graphs else 0
     spec = EngineSpec(
         folder=checkpoint.folder,
@@ -89,5 +94,7 @@ def resolve(
         max_queries=1 if drafter is None else 1 + config.num_draft_tokens,
         host_kv=config.host_kv,
         disk_kv=config.disk_tier,
+        adapters=AdapterSizes(config.max_loras, config.max_cpu_loras, rank) if rank else None,
+        first_adapters=tuple(adapters_of(config.lora)),
     )
     return spec if config.dtype != "auto" else RUNNERS.load(device_type).choose_dtype(spec)

@@ -23,6 +23,7 @@ if TYPE_CHECKING:
     from minisgl.device.device import Device, Pending
     from minisgl.distributed.communicator import Communicator
     from minisgl.distributed.tensor_parallel import VocabParallel
+    from minisgl.engine.adapters import AdapterPool
     from minisgl.engine.config import EngineSpec
     from minisgl.engine.drafting import Drafting
     from minisgl.engine.state import LogitPenalties, RowState
@@ -30,6 +31,7 @@ if TYPE_CHECKING:
     from minisgl.layers.linear import Stream
     from minisgl.models.fallback import FallbackForCausalLM
     from minisgl.models.llama import LlamaForCausalLM
+    from minisgl.ops.adapters import AdapterWeights
     from minisgl.ops.quantized import Format
     from minisgl.ops.table import OpTable
 
@@ -54,7 +56,7 @@ class Mixer(Protocol):
 
 # Those that are not attention with K and V, by type of `specs.Mixer`. Recurrences have `fold(layers, folds)` besides,
 # for `BatchPlan.folds`.
-MIXERS: Final[Registry[Callable[[Any, MixerSpec, OpTable], Any]]] = Registry("mixer")
+MIXERS: Final[Registry[Callable[[MixerSpec[Any], OpTable], Any]]] = Registry("mixer")
 MIXERS.add("Latent", "minisgl.attention.selection:latent_mixer")
 MIXERS.add("GatedDelta", "minisgl.attention.recurrent:GatedDeltaMixer")
 
@@ -121,6 +123,9 @@ class RunnerFactory(Protocol):
     def supports_format(self, kind: Format) -> bool:
         """Whether the runners multiply a checkpoint's matrices of this format as they are."""
 
+    def pack_adapter(self, weights: AdapterWeights) -> None:
+        """Bring what one adapter (S = 1) has of a projection into the layout that the runners read."""
+
     @staticmethod
     def choose_dtype(spec: EngineSpec) -> EngineSpec:
         """`spec` with the dtype that suits the runners best; called when the user gave none."""
@@ -151,6 +156,7 @@ class Parts:
     comm: Communicator
     vocab: VocabParallel
     drafting: Drafting | None = None
+    adapters: AdapterPool | None = None
 
     @property
     def page_size(self) -> int:
@@ -163,9 +169,10 @@ class Parts:
 
     @property
     def weight_bytes(self) -> int:
-        """Of this rank, those of a drafter included."""
+        """Of this rank, those of a drafter and the room for adapters included."""
         draft = None if self.drafting is None else self.drafting.model
-        return sum(p.tensor.nbytes for p in (*self.model.parameters, *(draft.parameters if draft else ())))
+        adapters = 0 if self.adapters is None else self.adapters.memory.nbytes
+        return adapters + sum(p.tensor.nbytes for p in (*self.model.parameters, *(draft.parameters if draft else ())))
 
     def fold(self, folds: Records) -> None:
         """Move recurrent states on, as `BatchPlan.folds` says."""
@@ -196,7 +203,12 @@ class Parts:
     def context(self, batch: Batch, out_loc: Tensor) -> Context:
         """What a forward pass of `batch` needs besides its inputs; out_loc [groups, T] int64."""
         tables = self.state.page_tables
-        return Context(batch, tuple(m.prepare(batch, tables[m.group], out_loc[m.group]) for m in self.mixers))
+        mixers = tuple(m.prepare(batch, tables[m.group], out_loc[m.group]) for m in self.mixers)
+        return Context(batch, mixers, adapters=self.adapters_of(batch.token_rows) if batch.has_adapters else None)
+
+    def adapters_of(self, rows: Tensor) -> Tensor:
+        """Return the slots of the adapters of tokens in `rows` [T]; int32."""
+        return self.state.adapter[rows.long()]
 
     def hidden(self, input_ids: Tensor, batch: Batch, out_loc: Tensor, taps: dict[int, Tensor] | None = None) -> Stream:
         """What the model makes logits of: the hidden states [S, H] of a step after `begin`; `taps` as in `Context`."""

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
-from minisgl.core.layout import HISTORY_HEAD, NO_MASKS, PAGE_WRITE, SLOT, SLOT_ID, STATE, STATE_LEN, Flag, words
+from minisgl.core.layout import HISTORY_HEAD, NO_MASKS, PAGE_WRITE, SEQUENCE, SLOT_ID, STATE, STATE_LEN, Flag, words
 from minisgl.core.plan import BatchPlan
 from minisgl.core.rounding import ceil_div
 
@@ -17,18 +17,18 @@ if TYPE_CHECKING:
     from minisgl.engine.config import EngineSpec
     from minisgl.kvcache.arena import Blocks
 
-Slot = tuple[int, int, int, int]
+SequenceFields = tuple[int, int, int, int]
 """(row, start, stop, flags)"""
 
 
 def trial_plan(
-    slots: Sequence[Slot],
+    sequences: Sequence[SequenceFields],
     tokens: Ints | None = None,
     page_writes: Sequence[tuple[int, int, int, int]] = (),
     masks: Ints = NO_MASKS,
 ) -> BatchPlan:
-    """Make a step of `slots`; `page_writes` as PAGE_WRITE. Without `tokens`, all tokens are 0."""
-    records = np.array(slots, SLOT)
+    """Make a step of `sequences`; `page_writes` as PAGE_WRITE. Without `tokens`, all tokens are 0."""
+    records = np.array(sequences, SEQUENCE)
     if tokens is None:
         is_chunk = (records["flags"] & Flag.FROM_DEVICE) == 0
         tokens = np.zeros(int((records["stop"] - records["start"])[is_chunk].sum()), np.int32)
@@ -37,12 +37,12 @@ def trial_plan(
 
 def largest_prefill(spec: EngineSpec) -> BatchPlan:
     """Make a step of as many prompt tokens as a step may have, in as few sequences as possible."""
-    slots, remaining = [], spec.max_step_tokens
+    sequences, remaining = [], spec.max_step_tokens
     for row in range(spec.max_running_requests):
         if remaining:
-            slots.append((row, 0, min(remaining, spec.max_seq_len - 1), Flag.SAMPLES))
-            remaining -= slots[-1][2]
-    return trial_plan(slots)
+            sequences.append((row, 0, min(remaining, spec.max_seq_len - 1), Flag.SAMPLES))
+            remaining -= sequences[-1][2]
+    return trial_plan(sequences)
 
 
 def decode_plan(rows: int, vocab_size: int, flags: int) -> BatchPlan:
@@ -66,13 +66,13 @@ def unknown_histories(rows: int, length: int) -> Ints:
     return heads.view(np.int32)
 
 
-def spread_plan(slots: Sequence[Slot], page_size: int, blocks: Blocks) -> BatchPlan:
-    """Make a step of `slots` whose rows are spread over the pages of each group."""
-    pages = [(row, index) for row, _, stop, _ in slots for index in range(ceil_div(stop, page_size))]
+def spread_plan(sequences: Sequence[SequenceFields], page_size: int, blocks: Blocks) -> BatchPlan:
+    """Make a step of `sequences` whose rows are spread over the pages of each group."""
+    pages = [(row, index) for row, _, stop, _ in sequences for index in range(ceil_div(stop, page_size))]
     full_and_window, states = blocks.spread()[:STATE], blocks.spread()[STATE:]
     writes = [(g, *page, ids[i % len(ids)]) for g, ids in enumerate(full_and_window) for i, page in enumerate(pages)]
     for ids in states:
-        for i, (row, start, stop, flags) in enumerate(slots):
+        for i, (row, start, stop, flags) in enumerate(sequences):
             length = start if flags & Flag.FROM_DEVICE else stop
             writes += [(STATE, row, SLOT_ID, ids[i % len(ids)]), (STATE, row, STATE_LEN, length)]
-    return trial_plan(slots, page_writes=writes)
+    return trial_plan(sequences, page_writes=writes)

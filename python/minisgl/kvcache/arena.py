@@ -50,11 +50,14 @@ class Blocks:
         return np.add.outer(first, np.arange(size, dtype=np.int32))
 
     def spread(self) -> list[range]:
-        """Return page ids of each group that share no block: a text has as many of FULL and WINDOW, and one slot."""
+        """Return page ids of each group that share no block: a text has as many of FULL and WINDOW, and one slot.
+
+        If two blocks are enough for a request, no layer has a window, and FULL has the first instead of WINDOW.
+        """
         has_state = len(self.pages) > STATE
         shares = [1 if has_state else self.units // count for count in self.pages]
         ends = [self.count * sum(shares[:i]) // sum(shares) for i in range(len(shares) + 1)]
-        return [range(ends[i] * count, ends[i + 1] * count) for i, count in enumerate(self.pages)]
+        return [range(ends[i] * n, ends[i + 1] * n) or range(n) for i, n in enumerate(self.pages)]
 
 
 def divide(page_bytes: Sequence[int]) -> tuple[int, tuple[int, ...]]:

@@ -100,7 +100,7 @@ class StateStore:
         return QuantizedPages(data, view(torch.float32, shape[:-1], start + data[0].numel()))
 
     def dummy(self, group: int) -> int:
-        """Return the page of a group that no text has: unused slots of captured steps write to it."""
+        """Return the page of a group that no text has: unused sequences of captured steps write to it."""
         return (self.blocks.count + group) * self.blocks.pages[group]
 
     def rows(self, group: int) -> torch.Tensor:

@@ -13,6 +13,7 @@ from itertools import chain
 from typing import Final
 
 import minisgl
+from minisgl.checkpoint.adapter import adapters_of
 from minisgl.checkpoint.hf import model_name
 from minisgl.core.errors import ConfigError, MinisglError, NativeError
 from minisgl.core.layout import GROUPS
@@ -139,8 +140,11 @@ def _model(args: ServerArgs) -> Facts:
         return
     if device == "cpu":
         yield "its steps", f"op by op: {reason}" if (reason := refusal(spec)) else "in C++, if this machine has them"
+    if (room := spec.adapters) is not None:
+        names = ", ".join(adapter.name for adapter in adapters_of(config.lora)) or "those of --lora-dynamic"
+        yield "adapters", f"{names}; {room.slots} slots of rank {room.rank}, {room.hosted} in host memory"
     kinds = dict.fromkeys(m.mixer(layer, spec.info) for layer in range(m.num_layers))
-    required = [spec.attention_spec(kind, device) for kind in kinds if isinstance(kind, GroupedQuery)]
+    required = [spec.mixer_spec(kind, device) for kind in kinds if isinstance(kind, GroupedQuery)]
     reasons = {name: [ATTENTION.refusal(name, needs) for needs in required] for name in ATTENTION.names}
     usable = "; ".join(f"{name}: {next(filter(None, found), 'usable')}" for name, found in reasons.items())
     yield "attention", usable if required else "to latents, by kernels of their own"

@@ -11,19 +11,21 @@ import socket
 import ssl
 import sys
 import threading
+import time
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Final
 
 import msgspec
 
 import minisgl
 from minisgl.checkpoint import hf
+from minisgl.checkpoint.adapter import adapters_of
 from minisgl.checkpoint.embedder import read_embedder
 from minisgl.core.errors import ConfigError, StartupError
-from minisgl.core.params import Limits
+from minisgl.core.params import Adapter, Limits
 from minisgl.distributed.info import Rendezvous
 from minisgl.engine.fit import Checkpoint, check_fit
 from minisgl.launch.children import SchedulerTarget, divided, replica_children, run_scheduler, tokenizer_children
@@ -37,6 +39,8 @@ if TYPE_CHECKING:
     from minisgl.tokenizer.template import ChatTemplate
 
 logger = logging.getLogger(__name__)
+
+MAX_SHOWN: Final = 8  # adapters in the banner
 
 
 def launch_server(args: ServerArgs, scheduler: SchedulerTarget = run_scheduler) -> int:
@@ -105,6 +109,7 @@ class Checked:
     template: ChatTemplate
     parsers: tuple[str, str]  # the names of those of tool calls and reasoning
     tls: ssl.SSLContext | None
+    adapters: dict[str, Adapter]
 
 
 def check_args(args: ServerArgs) -> Checked:
@@ -156,7 +161,20 @@ def check_model(args: ServerArgs) -> Checked:
         raise ConfigError("--thinking-budget: no markers of this model's reasoning are known; see --reasoning-parser")
     if args.tool_call_parser == "auto" and parsers[0] == "none" and "tools" in template.variables:
         logger.warning("no parser knows the tool calls of this chat template: they stay text (see --tool-call-parser)")
-    return Checked(folder, limits, name, hf.load_generation_config(folder), template, parsers, _tls(args))
+    return Checked(
+        folder, limits, name, hf.load_generation_config(folder), template, parsers, _tls(args), _adapters(args, name)
+    )
+
+
+def _adapters(args: ServerArgs, model: str) -> dict[str, Adapter]:
+    """Return the adapters of `--lora` by name. Raises `ConfigError` for the name of the base."""
+    engine = args.scheduler.engine
+    if engine.lora_dynamic is not None and not Path(engine.lora_dynamic).expanduser().is_dir():
+        raise ConfigError(f"--lora-dynamic {engine.lora_dynamic} is not a folder")
+    adapters = {adapter.name: adapter for adapter in adapters_of(engine.lora)}
+    if taken := adapters.keys() & {model, *split_list(args.served_model_name)}:
+        raise ConfigError(f"--lora {min(taken)}: the model has this name; give the adapter another, as NAME=PATH")
+    return adapters
 
 
 def _tls(args: ServerArgs) -> ssl.SSLContext | None:
@@ -271,7 +289,7 @@ def supervised(
 def served_model(args: ServerArgs, checked: Checked, facts: Facts, processes: Processes) -> ServedModel:
     """Return what the API knows about the model and the processes behind it."""
     from minisgl.api.parsers.output import OutputForms
-    from minisgl.api.requests import SamplingDefaults, ServedModel
+    from minisgl.api.requests import SamplingDefaults, ServedAdapter, ServedModel
 
     return ServedModel(
         checked.name,
@@ -282,6 +300,7 @@ def served_model(args: ServerArgs, checked: Checked, facts: Facts, processes: Pr
         lambda: processes.pids,
         read_embedder(checked.folder),
         checked.template.variables,
+        {name: ServedAdapter(adapter, int(time.time())) for name, adapter in checked.adapters.items()},
     )
 
 
@@ -306,6 +325,8 @@ def banner(args: ServerArgs, checked: Checked, facts: Facts, url: str) -> str:
     shown |= {
         kind: name for kind, name in zip(("tool calls", "reasoning"), checked.parsers, strict=True) if name != "none"
     }
+    if (sizes := facts.get("adapters", "none")) != "none":
+        shown["adapters"] = f"{', '.join([*checked.adapters][:MAX_SHOWN]) or 'none yet'} ({sizes})"
     lines = [f"minisgl {minisgl.__version__} · " + " · ".join(f"{name} {value}" for name, value in shown.items())]
     if "memory" in facts:
         lines.append(f"memory: {facts['memory']}")

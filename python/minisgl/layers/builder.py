@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from enum import Enum
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -13,62 +12,13 @@ from torch import Tensor
 from minisgl.distributed.communicator import Communicator, SoloCommunicator
 from minisgl.distributed.info import ALONE
 from minisgl.kvcache.store import LayerState
+from minisgl.layers.adapters import Adapted
+from minisgl.layers.parameter import Init, Parameter, Source
 from minisgl.ops.quantized import Format, Quantized
 
 if TYPE_CHECKING:
     from minisgl.core.specs import Mixer, State
     from minisgl.ops.table import OpTable
-
-
-class Init(Enum):
-    """The values of a parameter without a checkpoint (`--dummy-weight`)."""
-
-    NORMAL = "normal"  # standard deviation 0.02
-    ONES = "ones"
-
-
-@dataclass(frozen=True, slots=True)
-class Source:
-    """A checkpoint tensor whose part `slices` fills the rows of a parameter from `start` on."""
-
-    name: str
-    shape: tuple[int, ...]  # in the checkpoint
-    slices: tuple[slice, ...]  # one slice with explicit bounds for each dimension
-    start: int
-
-    @property
-    def rows(self) -> int:
-        """The number of rows that it fills."""
-        return int(self.slices[0].stop - self.slices[0].start)
-
-
-@dataclass(frozen=True, slots=True)
-class Parameter:
-    """A tensor on the device, and the checkpoint tensors that fill it.
-
-    Once filled, its rows are put in an `order` (row order[i] in place i), `offset` is added to its values, and they are
-    multiplied by `scale`.
-    """
-
-    tensor: Tensor | Quantized
-    sources: tuple[Source, ...]
-    init: Init
-    offset: float = 0.0
-    scale: float = 1.0
-    order: Sequence[int] | None = None
-
-    def finish(self) -> bool:
-        """Do what is done once all sources are in the tensor; return false if its rows cannot change places."""
-        if isinstance(self.tensor, Quantized):
-            device = self.tensor.data.device
-            return self.order is None or self.tensor.reorder(torch.tensor(self.order, device=device))
-        if self.order is not None:
-            self.tensor.copy_(self.tensor[torch.tensor(self.order, device=self.tensor.device)])
-        if self.offset:
-            self.tensor.add_(self.offset)
-        if self.scale != 1.0:
-            self.tensor.mul_(self.scale)
-        return True
 
 
 @dataclass(frozen=True, slots=True)
@@ -102,8 +52,9 @@ class Builder:
     """Creates the weights of a model's layers, and gives the layers their ops, dtype, device and ranks.
 
     `format_of` returns the format of the matrix with this checkpoint name; None means the model's dtype. `parameters`
-    lists the created weights in order, `states` what the layers keep, `mixers` how they mix tokens; `recurrences` are
-    the layers with a recurrent state, by mixer.
+    lists the created weights in order, `states` what the layers keep, `mixers` how they mix tokens, `adapted` the
+    projections that adapters may change if it `has_adapters`; `recurrences` are the layers with a recurrent state, by
+    mixer.
     """
 
     def __init__(
@@ -113,6 +64,8 @@ class Builder:
         device: torch.device,
         comm: Communicator | None = None,
         format_of: Callable[[str], Format | None] = lambda name: None,
+        *,
+        has_adapters: bool = False,
     ) -> None:
         self.ops = ops
         self.dtype = dtype
@@ -123,6 +76,8 @@ class Builder:
         self.parameters: list[Parameter] = []
         self.states: list[LayerState] = []
         self.mixers: list[Mixer] = []
+        self.has_adapters = has_adapters
+        self.adapted: list[Adapted] = []
         self.recurrences: dict[int, list[Any]] = {}
 
     def shard(self, count: int, what: str, *, unit: int = 1) -> Shard:
@@ -178,6 +133,15 @@ class Builder:
         """
         weight = self._matrix(parts, in_features, lambda kind: not kind.order)
         return weight.experts(count) if isinstance(weight, Quantized) else weight.view(count, -1, weight.shape[1])
+
+    def adapt(self, parts: Mapping[str, Rows], in_features: Size, order: Sequence[int] | None) -> Adapted | None:
+        """Return what adapters change of a projection; arguments as of `matrix`, with the names of modules."""
+        if not self.has_adapters:
+            return None
+        columns = _whole(in_features)
+        sources, _ = _sources({f"{name}.weight": rows for name, rows in parts.items()}, [columns])
+        self.adapted.append(Adapted(sources, order, columns.count == columns.size or self.info.rank == 0))
+        return self.adapted[-1]
 
     def state(self, spec: State) -> LayerState:
         """Declare what a layer keeps."""

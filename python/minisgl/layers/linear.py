@@ -12,7 +12,8 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-from minisgl.layers.builder import Init, Shard
+from minisgl.layers.builder import Shard
+from minisgl.layers.parameter import Init
 from minisgl.ops.deferred import Result, finished
 
 if TYPE_CHECKING:
@@ -23,19 +24,27 @@ if TYPE_CHECKING:
 class Stream(NamedTuple):
     """The hidden states of T tokens: the sum of `x` [T, H] over the ranks, plus `residual` [T, H].
 
-    Without a residual they are `x`, which is equal on all ranks.
+    Without a residual they are `x`, which is equal on all ranks. `adapters` [T] int32 are the slots of the tokens'
+    adapters (`ops/adapters.py`), None if no token has one.
     """
 
     x: Result
     residual: Result | None = None
+    adapters: Tensor | None = None
 
     def each(self, change: Callable[[Tensor], Tensor]) -> Stream:
         """Return the stream of changed tensors."""
-        return Stream(change(finished(self.x)), None if self.residual is None else change(finished(self.residual)))
+        residual = None if self.residual is None else change(finished(self.residual))
+        return Stream(change(finished(self.x)), residual, self.adapters)
 
     def at(self, tokens: Tensor) -> Stream:
         """Return the hidden states of some of the tokens, int64 [S]."""
-        return self.each(lambda x: x.index_select(0, tokens))
+        kept = self.each(lambda x: x.index_select(0, tokens))
+        return kept if self.adapters is None else kept._replace(adapters=self.adapters.index_select(0, tokens))
+
+    def of(self, x: Result, residual: Result | None = None) -> Stream:
+        """Return the stream of other hidden states of the same tokens."""
+        return Stream(x, residual, self.adapters)
 
 
 class RMSNorm:
@@ -147,7 +156,8 @@ class Linear:
 
     `parts` maps the checkpoint's module names to output features: one for a plain projection; q, k, v; gate and up.
     If outputs are sharded, the result is a shard. If inputs are sharded, it is a partial sum, to which rank 0 adds the
-    bias. `tied` is another layer's weight, used instead of an own one. `order` is as in `Parameter`.
+    bias. `tied` is another layer's weight, used instead of an own one. `order` is as in `Parameter`. Where the builder
+    has room for adapters, they may change it, unless it `is_fixed`.
     """
 
     def __init__(
@@ -159,6 +169,7 @@ class Linear:
         bias: bool,
         tied: Tensor | Quantized | None = None,
         order: Sequence[int] | None = None,
+        is_fixed: bool = False,
     ) -> None:
         if tied is None:
             tied = builder.matrix({f"{name}.weight": rows for name, rows in parts.items()}, in_features, order)
@@ -167,13 +178,19 @@ class Linear:
         self.bias = builder.parameter(biases, order=order) if bias else None
         if isinstance(in_features, Shard) and builder.info.rank != 0:
             self.bias = None
+        self.adapted = None if is_fixed else builder.adapt(parts, in_features, order)
+        self._add_adapters = builder.ops.add_adapters
         self._linear = builder.ops.linear
         self._add_norm_linear = builder.ops.add_norm_linear
         self._is_alone = builder.info.size == 1
 
-    def forward(self, x: Result, gate: str = "") -> Result:
-        """Project x [T, in_features] -> [T, sum of parts]; `gate` is as in `after_sum_norm`."""
-        return self._linear(x, self.weight, self.bias, gate)
+    def forward(self, x: Result, gate: str = "", adapters: Tensor | None = None) -> Result:
+        """Project x [T, in_features] -> [T, sum of parts]; `gate` is as in `after_sum_norm`, `adapters` in `Stream`."""
+        if adapters is None or self.adapted is None:
+            return self._linear(x, self.weight, self.bias, gate)
+        x = finished(x)
+        out = finished(self._linear(x, self.weight, self.bias, ""))
+        return self._add_adapters(out, x, adapters, self.adapted.weights, gate)
 
     def after_sum_norm(self, stream: Stream, norm: Norm | None, gate: str = "") -> tuple[Result, Result]:
         """Return (projection of norm(total), total) for the hidden states `total`; may overwrite the stream.
@@ -181,13 +198,13 @@ class Linear:
         With a `gate` of `reference.GATES`, the projection is gate and up, and the activation follows. Without a norm,
         the stream has no residual.
         """
-        x, residual = stream
+        x, residual, adapters = stream
         if norm is None:
-            return self.forward(x, gate), x
-        if isinstance(norm, RMSNorm) and (self._is_alone or residual is None):
+            return self.forward(x, gate, adapters), x
+        if isinstance(norm, RMSNorm) and (self._is_alone or residual is None) and adapters is None:
             return self._add_norm_linear(x, residual, norm.weight, norm.eps, self.weight, self.bias, gate)
         normed, total = norm.sum_add(stream)  # one kernel can do all of it
-        return self._linear(normed, self.weight, self.bias, gate), total
+        return self.forward(normed, gate, adapters), total
 
 
 class Embedding:

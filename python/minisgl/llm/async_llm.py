@@ -62,9 +62,12 @@ class AsyncLLM:
         return self._llm.get_tokenizer()
 
     @explained
-    def generate(self, prompt: Prompt, sampling_params: Params | None = None) -> AsyncGenerator[Piece, None]:
+    def generate(
+        self, prompt: Prompt, sampling_params: Params | None = None, *, lora: str | None = None
+    ) -> AsyncGenerator[Piece, None]:
         """Yield the pieces of the completion of one prompt, or of its `n` choices. Raises `RequestError`."""
-        return self._pieces(prompt_messages(prompt, self._llm.tokenizer.limits), sampling_params)
+        messages = self._llm.adapted(prompt_messages(prompt, self._llm.tokenizer.limits), lora)
+        return self._pieces(messages, sampling_params)
 
     @explained
     def chat(
@@ -74,15 +77,18 @@ class AsyncLLM:
         *,
         tools: list[dict[str, Any]] | None = None,
         chat_template_kwargs: dict[str, Any] | None = None,
+        lora: str | None = None,
     ) -> AsyncGenerator[Piece, None]:
         """Yield the pieces of the assistant's next message. Raises `RequestError`."""
         chat = self._llm.chat_messages(messages, tools=tools, chat_template_kwargs=chat_template_kwargs)
-        return self._pieces(chat, sampling_params)
+        return self._pieces(self._llm.adapted(chat, lora), sampling_params)
 
     @explained
-    async def complete(self, prompt: Prompt, sampling_params: Params | None = None) -> Completion:
+    async def complete(
+        self, prompt: Prompt, sampling_params: Params | None = None, *, lora: str | None = None
+    ) -> Completion:
         """Return the whole completion of one prompt. Raises `RequestError`."""
-        choices = {piece.index: piece.completion async for piece in self.generate(prompt, sampling_params)}
+        choices = {piece.index: piece.completion async for piece in self.generate(prompt, sampling_params, lora=lora)}
         return choices[0]
 
     async def _pieces(self, messages: list[TokenizeMsg], sampling_params: Params | None) -> AsyncGenerator[Piece, None]:

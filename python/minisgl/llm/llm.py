@@ -23,6 +23,7 @@ from minisgl.api import requests as api
 from minisgl.api.fields import read_body, unread_kwargs
 from minisgl.api.protocol import ChatCompletionRequest
 from minisgl.api.structured import json_text
+from minisgl.checkpoint.adapter import adapters_of
 from minisgl.checkpoint.embedder import read_embedder
 from minisgl.checkpoint.hf import model_name, resolve_model
 from minisgl.core.errors import ConfigError, InvariantError, RequestError, did_you_mean
@@ -34,6 +35,7 @@ from minisgl.process.log import Progress
 from minisgl.process.processes import held_interrupt
 from minisgl.scheduler.create import create_scheduler
 from minisgl.scheduler.io import OfflineIO
+from minisgl.settings.foreign import sentence_for
 from minisgl.settings.options import SchedulerConfig, build_config
 from minisgl.settings.sources import as_written
 from minisgl.tokenizer.detokenize import DetokenizeManager
@@ -44,6 +46,7 @@ from minisgl.tokenizer.tokenize import TokenizeManager, model_limits
 Prompt = str | Sequence[int] | Mapping[str, Any]
 Params = SamplingParams | Mapping[str, Any]
 Message = Mapping[str, Any]
+Lora = str | Sequence[str | None] | None  # names of adapters
 Method = TypeVar("Method", bound=Callable[..., Any])
 
 logger = logging.getLogger(__name__)
@@ -62,6 +65,7 @@ def explained(method: Method) -> Method:
         for name in given.keys() - known.keys():
             is_sampling = name in SamplingParams.__struct_fields__
             hint = f"; write SamplingParams({name}=...)" if is_sampling else did_you_mean(name, known)
+            hint = f"; {advice}" if (advice := sentence_for(f"call.{name}")) else hint
             raise TypeError(f"{method.__name__} has no parameter {name!r}{hint}")
         return method(*args, **given)
 
@@ -87,6 +91,7 @@ class LLM:
     def _start(self, given: Mapping[str, Any]) -> None:
         config = build_config(SchedulerConfig, {**BATCH, **given})
         engine = config.engine
+        self.adapters = {adapter.name: adapter for adapter in adapters_of(engine.lora)}
         folder = resolve_model(engine.model, engine.download_source, weights=False, revision=engine.revision)
         template = ChatTemplate.of_folder(folder, engine.load_chat_template(), engine.template_kwargs)
         self.tokenizer = TokenizeManager(folder, model_limits(folder, engine.max_seq_len), template)
@@ -134,35 +139,42 @@ class LLM:
         prompts: Prompt | Sequence[Prompt],
         sampling_params: Params | Sequence[Params] | None = None,
         *,
+        lora: Lora = None,
         on_token: Callable[[int, str], None] | None = None,
         use_tqdm: bool = True,
     ) -> list[Completion]:
         """Complete each prompt (text, token ids, or vLLM's mappings). Results are in the order of the prompts.
 
+        `lora` is the name of an adapter in `LLM(lora={name: path})`, or a list with one, or None, for each prompt.
         `on_token(index, text)` is called with each increment of the text of a choice. With `SamplingParams(n=...)`, the
         choices of a prompt are adjacent. `use_tqdm` shows the progress on a terminal, if the call takes longer than a
         second. Raises `RequestError` for an invalid prompt or parameter, before any request is computed.
         """
-        messages = prompt_messages(prompts, self.tokenizer.limits)
+        messages = self.adapted(prompt_messages(prompts, self.tokenizer.limits), lora)
         return self._run(messages, sampling_params, on_token, use_tqdm)
 
     @explained
-    def stream(self, prompt: Prompt, sampling_params: Params | None = None) -> Generator[Piece, None, None]:
+    def stream(
+        self, prompt: Prompt, sampling_params: Params | None = None, *, lora: str | None = None
+    ) -> Generator[Piece, None, None]:
         """Yield the completion of one prompt, or of its `n` choices, in pieces: `piece.text` is new.
 
         Leaving the loop aborts the request and frees its pages. Until then no other call can run. Raises `RequestError`
         as `generate` does.
         """
         self.require_working()
-        return self._pieces(self.prepare_one(prompt_messages(prompt, self.tokenizer.limits), sampling_params))
+        messages = self.adapted(prompt_messages(prompt, self.tokenizer.limits), lora)
+        return self._pieces(self.prepare_one(messages, sampling_params))
 
     @explained
-    def embed(self, prompts: Prompt | Sequence[Prompt], dimensions: int | None = None) -> npt.NDArray[np.float32]:
+    def embed(
+        self, prompts: Prompt | Sequence[Prompt], dimensions: int | None = None, *, lora: Lora = None
+    ) -> npt.NDArray[np.float32]:
         """Return the embedding of each prompt (text or token ids), float32 [n, H] or [n, dimensions].
 
         Raises `RequestError` if the model generates text, and for an invalid prompt or number of dimensions.
         """
-        messages = prompt_messages(prompts, self.tokenizer.limits)
+        messages = self.adapted(prompt_messages(prompts, self.tokenizer.limits), lora)
         if self._embedder is None:
             raise RequestError("this model generates text; it does not compute embeddings", code="unsupported_endpoint")
         length = self._embedder.length(dimensions)
@@ -177,6 +189,7 @@ class LLM:
         *,
         tools: list[dict[str, Any]] | None = None,
         chat_template_kwargs: dict[str, Any] | None = None,
+        lora: Lora = None,
         on_token: Callable[[int, str], None] | None = None,
         use_tqdm: bool = True,
     ) -> list[Completion]:
@@ -185,7 +198,7 @@ class LLM:
         Raises `RequestError` for what the server refuses in /v1/chat/completions, in the same words.
         """
         chats = self.chat_messages(messages, tools=tools, chat_template_kwargs=chat_template_kwargs)
-        return self._run(chats, sampling_params, on_token, use_tqdm)
+        return self._run(self.adapted(chats, lora), sampling_params, on_token, use_tqdm)
 
     def chat_messages(self, messages: Sequence[Any], **fields: Any) -> list[TokenizeMsg]:
         """Return a message for each of one or more conversations. `fields` are those of a chat completion."""
@@ -203,6 +216,20 @@ class LLM:
             warnings.warn(f"no effect: {', '.join(ignored)}", stacklevel=5)
         return message
 
+    def adapted(self, messages: Sequence[TokenizeMsg], lora: Lora) -> list[TokenizeMsg]:
+        """Return `messages` with the adapters that `lora` names: one for all, or one for each.
+
+        Raises `RequestError` for an unknown name.
+        """
+        names = [lora] * len(messages) if lora is None or isinstance(lora, str) else [*lora]
+        if len(names) != len(messages):
+            raise RequestError(f"lora has {len(names)} names for {len(messages)} prompts", param="lora")
+        for name in {*names} - self.adapters.keys() - {None}:
+            message = f"lora={name!r} is not an adapter of this LLM: {', '.join(self.adapters) or 'it has none'}"
+            raise RequestError(message, param="lora", code="model_not_found")
+        params = (SamplingParams(adapter=None if name is None else self.adapters[name]) for name in names)
+        return [msgspec.structs.replace(m, sampling_params=p) for m, p in zip(messages, params, strict=True)]
+
     def get_tokenizer(self) -> TextTokenizer:
         """The model's tokenizer and chat template."""
         return TextTokenizer(self.tokenizer)
@@ -218,6 +245,8 @@ class LLM:
         if len(params) != len(messages):
             error = f"there are {len(params)} sampling_params for {len(messages)} prompts: give one, or one for each"
             raise RequestError(error, param="sampling_params")
+        adapters = (m.sampling_params.adapter for m in messages)
+        params = [msgspec.structs.replace(p, adapter=a or p.adapter) for p, a in zip(params, adapters, strict=True)]
         for p in params:
             validate_sampling(p, self.tokenizer.limits)
         requests = []

@@ -99,22 +99,22 @@ class Attention:
         """
         if self.gate is None:
             qkv, total = self.qkv_proj.after_sum_norm(stream, norm)
-            return Stream(self.attend(finished(qkv), ctx), total)
+            return stream.of(self.attend(finished(qkv), ctx, stream.adapters), total)
         normed, total = (finished(stream.x),) * 2 if norm is None else norm.sum_add(stream)
-        gates = self._gate_function(finished(self.gate.forward(normed)).float())
-        return Stream(self.attend(finished(self.qkv_proj.forward(normed)), ctx, gates), total)
+        projected, gates = (finished(p.forward(normed, "", stream.adapters)) for p in (self.qkv_proj, self.gate))
+        return stream.of(self.attend(projected, ctx, stream.adapters, self._gate_function(gates.float())), total)
 
-    def attend(self, qkv: Tensor, ctx: Context, gates: Tensor | None = None) -> Result:
+    def attend(self, qkv: Tensor, ctx: Context, adapters: Tensor | None = None, gates: Tensor | None = None) -> Result:
         """Return the block's output [T, H] for the projections [T, (Hq + 2 Hk) D], which may be overwritten.
 
-        `gates` [T, Hq] or [T, Hq D] multiply attention's output.
+        `adapters` are as in `Stream`. `gates` [T, Hq] or [T, Hq D] multiply attention's output.
         """
         if self.heads_norm is not None:
             self.heads_norm.sum_(qkv)
         out: Tensor = ctx.mixers[self.mixer].attend(qkv, self.heads, self.kv.pages)
         if gates is not None:
             out = out * gates.view(*out.shape[:2], -1).to(out.dtype)
-        return self.o_proj.forward(out.view(-1, self.q_size))
+        return self.o_proj.forward(out.view(-1, self.q_size), "", adapters)
 
 
 def _halves(rows: Shard, dim: int, half: int) -> list[Shard]:
@@ -171,6 +171,6 @@ class LatentAttention:
         projected, total = self._a_proj.after_sum_norm(stream, norm)
         q, latents = finished(projected).tensor_split([self._ends], 1)
         if self._q_b_proj is not None:
-            q = finished(self._q_b_proj.after_sum_norm(Stream(q.contiguous()), self._q_norm)[0])
+            q = finished(self._q_b_proj.after_sum_norm(stream.of(q.contiguous()), self._q_norm)[0])
         out: Tensor = ctx.mixers[self.mixer].attend(q.view(len(q), *self._shape), latents, self.heads, self.kv.pages)
-        return Stream(self.o_proj.forward(out.flatten(1)), total)
+        return stream.of(self.o_proj.forward(out.flatten(1), "", stream.adapters), total)

@@ -24,8 +24,9 @@ from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_N
 from minisgl.core.errors import ConfigError
 from minisgl.core.rounding import ceil_div
 from minisgl.core.specs import GroupedQuery
-from minisgl.layers.builder import Builder, Init, Parameter
+from minisgl.layers.builder import Builder
 from minisgl.layers.linear import Stream
+from minisgl.layers.parameter import Init, Parameter
 from minisgl.layers.rope import NO_ROPE
 from minisgl.layers.rotary import cos_sin_table
 from minisgl.ops.deferred import finished
@@ -77,6 +78,7 @@ class FallbackForCausalLM:
     which show the layers' windows; the second is computed as later steps are.
     """
 
+    adapted = ()  # nor projections of ours
     recurrences: ClassVar[dict[int, list[Any]]] = {}  # it has no state beside K/V
 
     def __init__(self, builder: Builder, config: ModelConfig, model: Any) -> None:

@@ -6,8 +6,8 @@ from typing import TYPE_CHECKING
 
 import torch
 
-from minisgl.layers.builder import Init
 from minisgl.layers.linear import Linear, Stream
+from minisgl.layers.parameter import Init
 from minisgl.ops.deferred import finished
 from minisgl.ops.gated_delta import DeltaState, DeltaWeights
 
@@ -73,9 +73,9 @@ class GatedDeltaNet:
             qkvz, ba = torch.split(finished(projected), self._sizes, 1)
         else:
             normed, total = (finished(stream.x),) * 2 if norm is None else norm.sum_add(stream)
-            qkvz, ba = (finished(projection.forward(normed)) for projection in self.projections)
+            qkvz, ba = (finished(p.forward(normed, "", stream.adapters)) for p in self.projections)
         mixed = ctx.mixers[self.mixer].mix(qkvz, ba, self.weights, self.state)
-        return Stream(self.out_proj.forward(mixed), total)
+        return stream.of(self.out_proj.forward(mixed, "", stream.adapters), total)
 
 
 def _parts_first(widths: list[int], count: int) -> list[int]:

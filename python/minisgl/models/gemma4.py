@@ -6,8 +6,8 @@ from typing import TYPE_CHECKING
 
 import torch
 
-from minisgl.layers.builder import Init
 from minisgl.layers.linear import Embedding, Linear, RMSNorm, Stream
+from minisgl.layers.parameter import Init
 from minisgl.models.mlp import GatedMLP, SparseMLP
 from minisgl.ops.deferred import finished
 from minisgl.ops.reference import ACTIVATIONS
@@ -40,10 +40,10 @@ class BesideMLP:
         """Return the stream with the block's output [T, H], of all ranks, for the normalised `stream`."""
         normed, total = norm.sum_add(stream)
         after_mlp, before, after = self.norms
-        dense = after_mlp.forward(self._sum(finished(self.mlp.forward(Stream(normed), None).x)))
+        dense = after_mlp.forward(self._sum(finished(self.mlp.forward(stream.of(normed), None).x)))
         routed = self._rms_norm(total, self.router_norm, self._eps)
-        mixed = self._sum(self.experts.mix(before.forward(total), routed))
-        return Stream(after.forward(mixed, dense), total)
+        mixed = self._sum(self.experts.mix(before.forward(total), routed, stream.adapters))
+        return stream.of(after.forward(mixed, dense), total)
 
 
 class LayerInputs:
@@ -58,10 +58,10 @@ class LayerInputs:
         self.projection = Linear(builder, {"model.per_layer_model_projection": width}, config.hidden_size, bias=False)
         self.norm = RMSNorm(builder, "model.per_layer_projection_norm", self._size, eps, scale=0.5**0.5)
 
-    def summed(self, ids: Tensor, hidden: Tensor) -> Tensor:
+    def summed(self, ids: Tensor, hidden: Tensor, adapters: Tensor | None) -> Tensor:
         """Return [layers, T, size] for token ids [T] and their embeddings [T, H]."""
         shape = (-1, self._count, self._size)
-        projected = finished(self.projection.forward(hidden)).view(shape)
+        projected = finished(self.projection.forward(hidden, "", adapters)).view(shape)
         return self.norm.forward(projected, self.embedding.summed(ids).view(shape)).transpose(0, 1)
 
 
@@ -78,10 +78,15 @@ class LayerTail:
             self.norm = RMSNorm(builder, f"{name}.post_per_layer_input_norm", c.hidden_size, c.rms_norm_eps)
             self._activation = ACTIVATIONS[c.activation]
 
-    def forward(self, x: Tensor, residual: Tensor | None, norm: RMSNorm, inputs: Tensor | None) -> Stream:
-        """Return the stream for the block's output, the residual [T, H], the norm after it, and inputs [T, size]."""
+    def forward(self, stream: Stream, norm: RMSNorm, inputs: Tensor | None) -> Stream:
+        """Return the stream for the block's output, of all ranks, and the residual, each [T, H].
+
+        `norm` is after the block, `inputs` are [T, size].
+        """
+        x, residual, adapters = finished(stream.x), finished(stream.residual), stream.adapters
         if self.norm is None or inputs is None:
-            return Stream(norm.forward(x, residual, self.scalar))
+            return stream.of(norm.forward(x, residual, self.scalar))
         hidden = norm.forward(x, residual)
-        gated = self._activation(finished(self.gate.forward(hidden))) * inputs
-        return Stream(self.norm.forward(finished(self.projection.forward(gated)), hidden, self.scalar))
+        gated = self._activation(finished(self.gate.forward(hidden, "", adapters))) * inputs
+        projected = finished(self.projection.forward(gated, "", adapters))
+        return stream.of(self.norm.forward(projected, hidden, self.scalar))

@@ -14,7 +14,7 @@ from torch import Tensor
 
 from minisgl.checkpoint.gguf_file import GgufTensor, gguf_package, read_gguf
 from minisgl.core.rounding import ceil_div
-from minisgl.layers.builder import Parameter
+from minisgl.layers.parameter import Parameter
 from minisgl.models.dequantize import OfExpert, Stored
 
 # Tensors of which config.json has what counts (`checkpoint/gguf_folder.py`).

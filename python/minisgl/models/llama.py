@@ -90,23 +90,23 @@ class DecoderLayer:
         assert isinstance(self.norms[3], RMSNorm), "the end of a layer begins with a norm"
         x = finished(out.x) if isinstance(self.mlp, BesideMLP) else self._sum(finished(out.x))
         own = inputs if keep is None or inputs is None else inputs.index_select(0, keep)
-        return self.tail.forward(x, finished(out.residual), self.norms[3], own)
+        return self.tail.forward(out._replace(x=x), self.norms[3], own)
 
     def _sum_after_norm(self, stream: Stream, norm: Norm | None) -> Stream:
         if norm is None:
             return stream
-        return Stream(norm.forward(self._sum(finished(stream.x)), finished(stream.residual)))
+        return stream.of(norm.forward(self._sum(finished(stream.x)), finished(stream.residual)))
 
     def _both(self, stream: Stream, ctx: Context, keep: Tensor | None) -> Stream:
         """Give attention and MLP the same input."""
         assert self.norms[0] is not None, "attention and MLP need a norm before them"
         assert not isinstance(self.mlp, BesideMLP), "experts beside an MLP follow attention"
         normed, total = self.norms[0].sum_add(stream)
-        out = Stream(self.self_attn.forward(Stream(normed), None, ctx).x, total)
+        out = stream.of(self.self_attn.forward(stream.of(normed), None, ctx).x, total)
         if keep is not None:
             normed, out = normed.index_select(0, keep), out.at(keep)
-        added = finished(self.mlp.forward(Stream(normed), None).x)
-        return Stream(added.add_(finished(out.x)), out.residual)
+        added = finished(self.mlp.forward(out.of(normed), None).x)
+        return out._replace(x=added.add_(finished(out.x)))
 
 
 def make_mlp(builder: Builder, config: ModelConfig, index: int) -> GatedMLP | PlainMLP | SparseMLP | BesideMLP:
@@ -146,8 +146,8 @@ class LlamaModel:
 
     def forward(self, input_ids: Tensor, ctx: Context) -> Stream:
         """Return the last hidden states [S, H] of `ctx.batch.logit_tokens`."""
-        stream = Stream(self.embed_tokens.summed(input_ids))
-        inputs = None if self.inputs is None else self.inputs.summed(input_ids, finished(stream.x))
+        stream = Stream(self.embed_tokens.summed(input_ids), adapters=ctx.adapters)
+        inputs = None if self.inputs is None else self.inputs.summed(input_ids, finished(stream.x), ctx.adapters)
         logit_tokens = ctx.batch.logit_tokens
         # `logit_tokens` is ascending, so equal lengths mean all tokens.
         keep = logit_tokens if len(logit_tokens) != len(input_ids) else None
@@ -189,6 +189,7 @@ class LlamaForCausalLM:
         self.lm_head = Linear(builder, {"lm_head": shard}, config.hidden_size, bias=c.family.head_bias, tied=tied)
         self.parameters, self.states = tuple(builder.parameters), tuple(builder.states)
         self.mixers, self.recurrences = tuple(builder.mixers), builder.recurrences
+        self.adapted = tuple(builder.adapted)
 
     @property
     def num_parameters(self) -> int:

@@ -7,8 +7,8 @@ from typing import TYPE_CHECKING
 import torch
 from torch.nn import functional as F
 
-from minisgl.layers.builder import Init
 from minisgl.layers.linear import Linear, Stream
+from minisgl.layers.parameter import Init
 from minisgl.ops.deferred import finished
 from minisgl.ops.reference import ACTIVATIONS, Experts, chosen_scores, soft_cap
 
@@ -42,7 +42,7 @@ class GatedMLP:
         `stream` may be overwritten.
         """
         gated, total = self.gate_up_proj.after_sum_norm(stream, norm, self.activation)
-        return Stream(self.down_proj.forward(gated), total)
+        return stream.of(self.down_proj.forward(gated, "", stream.adapters), total)
 
 
 class PlainMLP:
@@ -59,7 +59,7 @@ class PlainMLP:
     def forward(self, stream: Stream, norm: Norm | None) -> Stream:
         """Return what `GatedMLP.forward` does."""
         up, total = self.up_proj.after_sum_norm(stream, norm)
-        return Stream(self.down_proj.forward(self._activation(finished(up))), total)
+        return stream.of(self.down_proj.forward(self._activation(finished(up)), "", stream.adapters), total)
 
 
 class SparseMLP:
@@ -78,7 +78,9 @@ class SparseMLP:
         experts = [f"{name}.experts.{e}" for e in range(count)]
         self.is_plain = flags.scoring == "softmax" and not flags.bias and not flags.has_groups
         if self.is_plain:
-            self.router = Linear(builder, {f"{name}.{flags.router}": count}, hidden_size, bias=flags.has_bias)
+            self.router = Linear(
+                builder, {f"{name}.{flags.router}": count}, hidden_size, bias=flags.has_bias, is_fixed=True
+            )
         else:
             self.scorer = builder.parameter({f"{name}.{flags.router}.weight": count}, hidden_size, dtype=torch.float32)
             self.bias = self.scorer.new_zeros(1)
@@ -115,18 +117,18 @@ class SparseMLP:
     def forward(self, stream: Stream, norm: Norm | None) -> Stream:
         """Return what `GatedMLP.forward` does."""
         normed, total = (finished(stream.x),) * 2 if norm is None else norm.sum_add(stream)
-        return Stream(self.mix(normed, normed), total)
+        return stream.of(self.mix(normed, normed, stream.adapters), total)
 
-    def mix(self, normed: Tensor, routed: Tensor) -> Tensor:
+    def mix(self, normed: Tensor, routed: Tensor, adapters: Tensor | None) -> Tensor:
         """Return this rank's part of the block's output for its inputs, and those of the router, each [T, H]."""
         logits, factor = self._route(routed)
         out = self._moe(normed, logits, self.weights)
         if isinstance(factor, torch.Tensor) or factor != 1.0:
             out = (out * factor).to(out.dtype)
         if self.shared is not None:
-            shared = finished(self.shared.forward(Stream(normed), None).x)
+            shared = finished(self.shared.forward(Stream(normed, None, adapters), None).x)
             if self.shared_gate is not None:
-                shared = finished(self.shared_gate.forward(normed)).sigmoid() * shared
+                shared = finished(self.shared_gate.forward(normed, "", adapters)).sigmoid() * shared
             out = out + shared
         return out
 

@@ -65,17 +65,6 @@ class ExpertsConfig:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class LinearConfig:
-    """The heads of layers with gated DeltaNet, and the `width` of their convolution."""
-
-    key_heads: int
-    value_heads: int
-    key_dim: int
-    value_dim: int
-    width: int
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
 class ModelConfig:
     """The configuration of a decoder. Sizes count elements; `dtype` is the checkpoint's ("bfloat16", ...).
 
@@ -87,8 +76,8 @@ class ModelConfig:
     `logit_softcap`, or none if it is 0. `query_scaling` is (beta, original length) of `layers/rotary.py: query_scales`.
     Each layer of Gemma 4 may have an embedding of `layer_input_size` of its own, for `layer_input_vocab` tokens; 0:
     none. `output_gate` is that of attention: for each "head" or "element"; "" for none. Of `num_next_tokens` layers
-    that predict the token after the next, a drafter uses the first. `linear_layers` have a recurrent state (`linear`)
-    instead of attention, in float32 unless `has_narrow_state`. What the last `recent` tokens add is apart.
+    that predict the token after the next, a drafter uses the first. `linear_layers` have a recurrent state instead of
+    attention; `linear` has the heads of all ranks.
     With `latent`, attention reads latents, and the heads of `layers` are only the parts that rotate.
     """
 
@@ -126,10 +115,8 @@ class ModelConfig:
     is_interleaved: bool = False  # RoPE rotates adjacent elements of a head as they are stored
     is_rounded: bool = False  # the file has fewer than 16 bits for a weight, in a format that no device keeps
     num_next_tokens: int = 0
-    linear: LinearConfig | None = None
+    linear: GatedDelta | None = None
     linear_layers: frozenset[int] = frozenset()
-    recent: int = 20
-    has_narrow_state: bool = False
     gives_back: bool = False  # pages before the windows, if no layer needs them
     is_fallback: bool = False  # transformers computes the model
 
@@ -167,15 +154,10 @@ class ModelConfig:
         """Return how a layer mixes tokens on one rank. Raises `ConfigError` if ranks cannot divide its heads."""
         sizes = self.layers[layer]
         if self.linear is not None and layer in self.linear_layers:
-            linear = self.linear
-            return GatedDelta(
-                key_heads=len(info.shard(linear.key_heads, "key heads of linear attention")),
-                value_heads=len(info.shard(linear.value_heads, "value heads of linear attention")),
-                key_dim=linear.key_dim,
-                value_dim=linear.value_dim,
-                width=linear.width,
-                recent=self.recent,
-                is_narrow=self.has_narrow_state,
+            return replace(
+                self.linear,
+                key_heads=len(info.shard(self.linear.key_heads, "key heads of linear attention")),
+                value_heads=len(info.shard(self.linear.value_heads, "value heads of linear attention")),
             )
         heads = len(info.shard(sizes.heads, "attention heads"))
         if self.latent is not None:
@@ -263,6 +245,12 @@ class ModelConfig:
             features += layer.heads * (2 * layer.head_dim + gate)
             features += (0 if layer.kv_of is not None else 2 - layer.is_v_k) * layer.kv_heads * layer.head_dim
         return features * self.hidden_size + latent
+
+    @property
+    def num_adapted(self) -> int:
+        """At least the inputs and outputs of all projections that adapters may change: weights of one with rank 1."""
+        inputs_or_outputs = self.num_projections // self.hidden_size + self.vocab_size
+        return inputs_or_outputs + (4 * self.num_layers + 1) * self.hidden_size
 
     @property
     def is_large_bfloat16(self) -> bool:
@@ -433,10 +421,11 @@ def _activation(config: dict[str, Any], family: Family) -> str:
     return names[activation]
 
 
-def _linear(config: dict[str, Any]) -> LinearConfig:
+def _linear(config: dict[str, Any]) -> GatedDelta:
     names = {"key_heads": "num_key_heads", "value_heads": "num_value_heads", "width": "conv_kernel_dim"}
     names |= {"key_dim": "key_head_dim", "value_dim": "value_head_dim"}
-    linear = LinearConfig(**{ours: size(config, f"linear_{name}") for ours, name in names.items()})
+    sizes: dict[str, Any] = {ours: size(config, f"linear_{name}") for ours, name in names.items()}
+    linear = GatedDelta(**sizes)
     if linear.value_heads % linear.key_heads or linear.width < 2:
         raise ConfigError(f"linear attention with {linear} is not supported")
     return linear

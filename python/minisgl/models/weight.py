@@ -29,7 +29,8 @@ from minisgl.checkpoint import hf
 from minisgl.core.errors import ConfigError
 from minisgl.distributed.communicator import Communicator, SoloCommunicator
 from minisgl.distributed.info import ALONE
-from minisgl.layers.builder import Builder, Init, Parameter, Source
+from minisgl.layers.builder import Builder
+from minisgl.layers.parameter import Init, Parameter, Source
 from minisgl.models.dequantize import LAYOUTS, Matrix, Stored, dequantized, unpacked
 from minisgl.models.gguf_weights import kinds, open_gguf, renamed
 from minisgl.models.llama import LlamaForCausalLM
@@ -69,7 +70,7 @@ NAMES_SHOWN: Final = 5
 
 # Modules around a decoder and its layers, from training or a larger model.
 WRAPPER: Final = re.compile(r"((base|pretrained|language)_)?model|module|_orig_mod|_\w+_wrapped_module")
-IN_MODEL: Final = re.compile(r"(embed_tokens|layers|norm|final_layernorm|embed_tokens_per_layer|per_layer_\w+)\.")
+IN_MODEL: Final = re.compile(r"(embed_tokens|layers|norm|final_layernorm|embed_tokens_per_layer|per_layer_\w+)(\.|$)")
 # Tensors that no parameter needs -> whether the model computes the same without this one.
 HARMLESS: Final[Mapping[str, Callable[[Stored], bool]]] = {
     r"(^|\.)rotary_emb\.(\w*inv_freq|cos_cached|sin_cached)$|attn\.masked_bias$|\.wf$": lambda constant: True,
@@ -110,6 +111,8 @@ def load_model(
     comm: Communicator | None = None,
     target_format: Format | None = None,
     supports_format: Callable[[Format], bool] = lambda kind: False,
+    *,
+    has_adapters: bool = False,
 ) -> LlamaForCausalLM | FallbackForCausalLM:
     """Build this rank's shard of the model and fill it from `folder`, or with fixed random numbers if `dummy`.
 
@@ -123,7 +126,7 @@ def load_model(
 
         return load_fallback(folder, config, Builder(ops, dtype, device.torch_device), dummy=dummy)
     options = dtype, device, ops, dummy, progress, comm, target_format, supports_format
-    return load_layers(LlamaForCausalLM, folder, config, *options)
+    return load_layers(LlamaForCausalLM, folder, config, *options, has_adapters=has_adapters)
 
 
 def load_layers(
@@ -139,12 +142,15 @@ def load_layers(
     target_format: Format | None,
     supports_format: Callable[[Format], bool],
     names: Mapping[str, str] | None = None,
+    *,
+    has_adapters: bool = False,
 ) -> Loaded:
     """Do what `load_model` does for any `kind` of layers. With `names`, beginnings of the checkpoint's names -> ours,
     only tensors with such a name are loaded."""
 
     def build(format_of: Callable[[str], Format | None]) -> Loaded:
-        return kind(Builder(ops, dtype, device.torch_device, comm, format_of), config)
+        builder = Builder(ops, dtype, device.torch_device, comm, format_of, has_adapters=has_adapters)
+        return kind(builder, config)
 
     def target_of(name: str) -> Format | None:
         if target_format is not None and name == HEAD and supports_format(HEAD_FORMAT):
@@ -206,14 +212,14 @@ def _check_target_format(parameters: tuple[Parameter, ...], target: Format | Non
     plain = {name: tensor for name, tensor in plain.items() if PROJECTION.search(name)}
     quantized = [p.tensor for p in parameters if isinstance(p.tensor, Quantized)]
     if not quantized:
-        raise ConfigError(f"no matrix can be quantized to {target}: the sizes of {_listed([*plain])} do not divide")
+        raise ConfigError(f"no matrix can be quantized to {target}: the sizes of {listed([*plain])} do not divide")
     if plain:
         reason = "stay in 16 or 32 bits (their sizes do not divide)"
         saved = sum(tensor.nbytes - tensor.numel() for tensor in plain.values())  # by 8 bits
         added = sum(matrix.data.nbytes for matrix in quantized if matrix.format.bits == 4)  # to the others
         if target.bits == 4 and saved > added and all(w.shape[-1] % INT8.columns == 0 for w in plain.values()):
             reason += f"; --quantization int8 has {(saved - added) / 1e6:,.1f} MB less, and is faster here"
-        _log.warning("%d matrices %s: %s", len(plain), reason, _listed([*plain]))
+        _log.warning("%d matrices %s: %s", len(plain), reason, listed([*plain]))
 
 
 def open_checkpoint(
@@ -225,13 +231,18 @@ def open_checkpoint(
     """
     stored: dict[str, Stored] = {}
     for name, tensor in open_all(files, stack).items():
-        full = ".".join(part for part in name.split(".") if not WRAPPER.fullmatch(part))
-        full = f"model.{full}" if IN_MODEL.match(full) else full
+        full = full_name(name)
         if full in stored:
             raise ConfigError(f"tensor {full} is in {tensor.path.parent} under two names, one of which is {name}")
         stored[full] = tensor
     stored = stored if flags is None else unpacked(stored, flags)
     return stored if quantization is None else dequantized(stored, quantization)
+
+
+def full_name(name: str) -> str:
+    """Return a checkpoint's name of a tensor or module as this package has it: without wrappers."""
+    full = ".".join(part for part in name.split(".") if not WRAPPER.fullmatch(part))
+    return f"model.{full}" if IN_MODEL.match(full) else full
 
 
 def text_part(stored: dict[str, Stored], *, logs: bool = True) -> dict[str, Stored]:
@@ -264,9 +275,7 @@ def fill(
     extra = _check(wanted, stored, ignored, folder)
     if extra and logs:
         kinds = {re.sub(r"\.\d+\.", ".*.", name) for name in extra}
-        _log.warning(
-            "ignored tensors without which the model computes the same (%d): %s", len(extra), _listed([*kinds])
-        )
+        _log.warning("ignored tensors without which the model computes the same (%d): %s", len(extra), listed([*kinds]))
     order = {name: index for index, name in enumerate(stored)}
     wanted.sort(key=lambda w: order[w[1].name])
     pieces = list(chain.from_iterable(_cut(*w, stored[w[1].name]) for w in wanted))
@@ -315,7 +324,7 @@ def _check(
     unused = tuple(layer for layer in layers if not any(name.startswith(layer) for name in names))
     unexpected = [n for n, t in extra.items() if not (n.startswith(unused) or _is_harmless(n, t))]
     if missing or unexpected:
-        parts = [f"{word} {_listed(names)}" for word, names in (("lacks", missing), ("has also", unexpected)) if names]
+        parts = [f"{word} {listed(names)}" for word, names in (("lacks", missing), ("has also", unexpected)) if names]
         reasons = [f"; {why}" for pattern, why in HARMFUL.items() if any(re.search(pattern, n) for n in unexpected)]
         raise ConfigError(
             f"the checkpoint in {folder} does not fit its config.json: it {' and '.join(parts)}{''.join(reasons)}"
@@ -473,7 +482,7 @@ def fill_dummy(parameters: tuple[Parameter, ...], rounding: Rounding = rounded) 
                 target.part(rows.start, rows.stop).round_from(whole[source.slices], rounding)
 
 
-def _listed(names: list[str]) -> str:
+def listed(names: list[str]) -> str:
     """Return the first NAMES_SHOWN names, sorted, and the number of the others."""
     more = f" and {len(names) - NAMES_SHOWN} more" if len(names) > NAMES_SHOWN else ""
     return ", ".join(sorted(names)[:NAMES_SHOWN]) + more

@@ -24,7 +24,7 @@ from minisgl.core.layout import (
     PROPOSED,
     ROW,
     ROW_STATE,
-    SLOT,
+    SEQUENCE,
     SLOT_ID,
     STATE_LEN,
     Flag,
@@ -37,10 +37,17 @@ HEADER: Final = Path(__file__).parent / "cpp" / "layout.h"
 _Fields = tuple[tuple[str, str], ...]
 """Rows of (C++ type, names of the fields with that type). All types but structures have 8 bytes."""
 
+LOW_RANK: Final[_Fields] = (  # what the slots have of a projection, with the letters of ops/adapters.py
+    ("const void*", "a shift b ranks"),  # in the model's type, of the first slot; a and b are packed
+    ("int64_t", "stride rank modules"),  # elements from slot to slot; r; P
+    ("const int64_t*", "rows"),  # [num_rows, 3] of `ModuleRows`
+    ("int64_t", "num_rows"),
+)
 PACKED: Final[_Fields] = (  # one matrix, or several of a shape, one after another
     ("const void*", "data"),
     ("int64_t", "bits rows cols"),  # bits: 8, 4, or 0 for the model's type; the rows are those of one matrix
     ("const float*", "bias"),  # [matrices, rows] or null
+    ("const LowRank*", "adapter"),  # of the slots, or null
 )
 RECURRENCE: Final[_Fields] = (  # of gated DeltaNet, with the letters of ops/gated_delta.py
     ("const float*", "conv"),  # [W, C]
@@ -52,7 +59,7 @@ RECURRENCE: Final[_Fields] = (  # of gated DeltaNet, with the letters of ops/gat
 LAYER_WEIGHTS: Final[_Fields] = (
     ("Packed", "qkv o"),  # of a recurrence: q, k, v and z
     ("Packed", "up down shared_up shared_down"),  # of the MLP or all experts, and beside experts; up has the gate above
-    ("Packed", "router"),  # in float32, or null; row `experts`: shared gate
+    ("Packed", "router"),  # in float32, or null; row `experts`: shared gate, and its adapter
     ("Packed", "gate"),  # of attention's output: [heads or heads * dim, hidden], or null
     ("Packed", "input_gate input_projection"),  # of the layer's own inputs, or null
     ("Packed", "beta_decay"),  # [2 Hv, hidden] of a recurrence
@@ -101,21 +108,21 @@ MODEL_SPEC: Final[_Fields] = (
 )
 ACTIVATIONS: Final = ("silu", "gelu_tanh", "gelu", "relu2", "clamped", "sigmoid", "softplus")
 STEP_PLAN: Final[_Fields] = (  # the arrays of a `core.BatchPlan`
-    ("const Slot*", "slots"),
+    ("const Sequence*", "sequences"),
     ("const int32_t*", "tokens"),
     ("const PageWrite*", "page_writes"),
     ("const RowState*", "row_states"),
     ("const int32_t*", "histories"),
     ("const Proposal*", "proposals"),
     ("const Copy*", "captures"),
-    ("const int32_t*", "masks"),  # null: the caller samples the slots with masks
-    ("int64_t", "num_slots num_page_writes num_row_states num_history_words num_proposals num_captures"),
+    ("const int32_t*", "masks"),  # null: the caller samples the sequences with masks
+    ("int64_t", "num_sequences num_page_writes num_row_states num_history_words num_proposals num_captures"),
 )
 
 _CTYPES: Final[dict[str, Any]] = {"int64_t": ctypes.c_int64, "double": ctypes.c_double}  # all others are pointers
 _CPP_TYPES: Final = {"i4": "int32_t", "i8": "int64_t", "f4": "float"}
 _RECORDS: Final = {
-    "Slot": SLOT,
+    "Sequence": SEQUENCE,
     "PageWrite": PAGE_WRITE,
     "Row": ROW,
     "RowState": ROW_STATE,
@@ -128,6 +135,12 @@ _RECORDS: Final = {
 
 def _ctypes_fields(fields: _Fields) -> list[tuple[str, Any]]:
     return [(name, _CTYPES.get(kind, ctypes.c_void_p)) for kind, names in fields for name in names.split()]
+
+
+class LowRank(ctypes.Structure):
+    """Addresses and sizes of what adapters change of a projection."""
+
+    _fields_ = _ctypes_fields(LOW_RANK)
 
 
 class Packed(ctypes.Structure):
@@ -183,7 +196,7 @@ def _header() -> Iterator[str]:
         yield from _record(name, record)
     yield "#pragma pack(pop)"
     yield ""
-    structures = {"Packed": PACKED, "Recurrence": RECURRENCE, "LayerWeights": LAYER_WEIGHTS}
+    structures = {"LowRank": LOW_RANK, "Packed": PACKED, "Recurrence": RECURRENCE, "LayerWeights": LAYER_WEIGHTS}
     structures |= {"ModelSpec": MODEL_SPEC, "StepPlan": STEP_PLAN}
     for name, rows in structures.items():
         yield f"struct {name} {{"

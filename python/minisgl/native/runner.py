@@ -13,7 +13,7 @@ import torch
 from torch.nn import functional as F
 
 from minisgl.core.errors import ConfigError, NativeError
-from minisgl.core.layout import NO_MASKS, NO_PAGE_WRITES, NO_ROW_STATES, SLOT, Flag
+from minisgl.core.layout import NO_MASKS, NO_PAGE_WRITES, NO_ROW_STATES, SEQUENCE, Flag
 from minisgl.core.plan import BatchPlan, StepResult
 from minisgl.core.rounding import round_up
 from minisgl.core.specs import GatedDelta, GroupedQuery
@@ -24,7 +24,7 @@ from minisgl.engine.runner import ForwardOutput
 from minisgl.layers.linear import LayerNorm
 from minisgl.models.gemma4 import BesideMLP
 from minisgl.models.mlp import GatedMLP, PlainMLP, SparseMLP
-from minisgl.native.abi import ACTIVATIONS, LayerWeights, ModelSpec, Packed, StepPlan
+from minisgl.native.abi import ACTIVATIONS, LayerWeights, LowRank, ModelSpec, Packed, StepPlan
 from minisgl.native.library import NativeLibrary, load_native
 from minisgl.native.packing import LANES, pack_weights
 from minisgl.ops.quantized import INT8, Format, Quantized, data_and_scale
@@ -41,19 +41,20 @@ if TYPE_CHECKING:
     from minisgl.engine.config import EngineSpec
     from minisgl.engine.drafting import Drafting
     from minisgl.engine.runner import Parts, Runner
-    from minisgl.layers.builder import Parameter
     from minisgl.layers.linear import Linear, Norm
+    from minisgl.layers.parameter import Parameter
     from minisgl.models.attention import Attention
     from minisgl.models.gated_delta import GatedDeltaNet
     from minisgl.models.gemma4 import LayerTail
     from minisgl.models.llama import DecoderLayer
     from minisgl.models.model_config import ModelConfig
+    from minisgl.ops.adapters import AdapterWeights
 
 _log = logging.getLogger("minisgl.native")
 
 DTYPES: Final = (torch.float32, torch.bfloat16)
 SAMPLING_FLOPS: Final = 50.0  # roughly, per logit of a token that is sampled in torch
-PLAIN: Final = Flag.SAMPLES | Flag.FROM_DEVICE | Flag.DRAFTS | Flag.MASKED  # the library samples slots with only these
+PLAIN: Final = Flag.SAMPLES | Flag.FROM_DEVICE | Flag.DRAFTS | Flag.MASKED | Flag.ADAPTED  # the library samples these
 
 
 def refusal(spec: EngineSpec) -> str | None:
@@ -75,7 +76,7 @@ def refusal(spec: EngineSpec) -> str | None:
         return f"the drafter's {reason}"
     step = INT8.group if spec.quantization else LANES
     has_head = spec.draft is not None and spec.draft.kind != "draft"  # which reads hidden states in 8 bits
-    if m.linear is not None and m.has_narrow_state and spec.dtype is not torch.float32:
+    if m.linear is not None and m.linear.is_narrow and spec.dtype is not torch.float32:
         return f"its recurrent states are in {spec.dtype}, and only float32 is supported"
     sizes = [("hidden_size", m.hidden_size, INT8.group if has_head else step)]
     sizes.append(("hidden_size_per_layer_input", m.layer_input_size, LANES))
@@ -195,8 +196,20 @@ class NativeModel:
 
     def _linear(self, packed: Packed, linear: Linear) -> None:
         """Fill `packed`, all but the address, from a projection."""
-        packed.bias = self._float(linear.bias)
+        packed.bias, packed.adapter = self._float(linear.bias), self._adapter(linear)
         self._matrix(packed, linear.weight)
+
+    def _adapter(self, linear: Linear) -> int | None:
+        """Return the address of what adapters change of a projection; None if nothing."""
+        if linear.adapted is None:
+            return None
+        w = linear.adapted.weights
+        rows, ranks = torch.tensor(w.rows), w.ranks
+        assert ranks is not None, "the slots of adapters have ranks"
+        addresses = (tensor.data_ptr() for tensor in (w.a, w.shift, w.b, ranks))
+        result = LowRank(*addresses, w.a.stride(0), w.rank, w.a.shape[1] // w.rank, rows.data_ptr(), len(rows))
+        self._kept += [rows, result]
+        return addressof(result)
 
     def _matrix(self, packed: Packed, weight: Tensor | Quantized, count: int = 1) -> None:
         """Fill `packed`, all but the address, from `count` matrices above each other."""
@@ -238,6 +251,7 @@ class NativeModel:
             layer.rank_bias = self._float(mlp.bias)
         if mlp.shared_gate is not None:
             parts.append(mlp.shared_gate.weight)
+            packed.adapter = self._adapter(mlp.shared_gate)
         weight = torch.cat([part.float() for part in parts])
         packed.rows, packed.cols = weight.shape
         weight = F.pad(weight, (0, 0, 0, round_up(len(weight), LANES) - len(weight)))
@@ -430,7 +444,7 @@ class NativeRunner:
     def _call(self, plan: BatchPlan, call: StepPlan) -> Ints:
         """Run a plan in the library; return int32 [2, S]: tokens, and 1 if their logits are finite.
 
-        Slots that the library does not sample have zeros.
+        Sequences that the library does not sample have zeros.
         """
         out = np.zeros((2, len(plan.sampled_flags)), np.int32)
         self._library.step(self._model.handle, byref(call), out[0].ctypes.data, out[1].ctypes.data)
@@ -475,8 +489,8 @@ class NativeRunner:
         drafting = self.parts.drafting
         assert drafting is not None, "the plan has DRAFTS, but there is no drafter"
         lengths, newest, drafts = (t.numpy() for t in (drafting.lengths, drafting.last_token, drafting.drafts))
-        slots, widths = plan.slots[(plan.slots["flags"] & Flag.SAMPLES) != 0], plan.widths
-        flat = np.repeat(slots, widths)
+        sequences, widths = plan.sequences[(plan.sequences["flags"] & Flag.SAMPLES) != 0], plan.widths
+        flat = np.repeat(sequences, widths)
         offset = np.arange(len(flat), dtype=np.int32) - np.repeat(np.cumsum(widths) - widths, widths).astype(np.int32)
         rows, is_drafted = flat["row"], (flat["flags"] & Flag.DRAFTS) != 0
         flat["stop"] = np.where(is_drafted, lengths[rows] + offset, flat["stop"])
@@ -499,7 +513,7 @@ class _Drafter:
         self._model = NativeModel(model.parts, model.spec, library, head, **fields)
 
     def run(self, plan: BatchPlan) -> None:
-        """Draft tokens for the slots with DRAFTS, whose pages are allocated. The step applies proposals."""
+        """Draft tokens for the sequences with DRAFTS, whose pages are allocated. The step applies proposals."""
         plan = self._drafting.asked(plan)
         call = _step_plan(plan)
         is_special, number = bool((plan.sampled_flags & SAMPLED_ALIKE).any()), 0
@@ -512,18 +526,18 @@ class _Drafter:
         """Sample draft `number` of the rows that the library leaves to the ops in torch."""
         rows, counts, flags = drafted_rows(plan)
         rows, flags = rows[counts > number], flags[counts > number]
-        slots, index = np.zeros(len(rows), SLOT), np.flatnonzero(flags)
-        slots["row"], slots["stop"] = rows, self._drafting.lengths.numpy()[rows] + number
-        slots["flags"] = flags | Flag.SAMPLES
-        sampling = make_sampling(BatchPlan(0, slots), index, self._device)
-        tokens = self._draft.sample(self._model.logits(len(slots))[index], sampling)
+        sequences, index = np.zeros(len(rows), SEQUENCE), np.flatnonzero(flags)
+        sequences["row"], sequences["stop"] = rows, self._drafting.lengths.numpy()[rows] + number
+        sequences["flags"] = flags | Flag.SAMPLES
+        sampling = make_sampling(BatchPlan(0, sequences), index, self._device)
+        tokens = self._draft.sample(self._model.logits(len(sequences))[index], sampling)
         self._drafting.drafts[sampling.rows, number] = tokens
 
 
 def _step_plan(plan: BatchPlan, masks: Ints = NO_MASKS) -> StepPlan:
     """Return a structure with the addresses and lengths of a plan's arrays, which it keeps alive."""
     states = plan.page_writes, plan.row_states, plan.histories, plan.proposals, plan.captures
-    arrays = [np.ascontiguousarray(array) for array in (plan.slots, plan.tokens, *states, masks)]
+    arrays = [np.ascontiguousarray(array) for array in (plan.sequences, plan.tokens, *states, masks)]
     counts = [len(array) for array in arrays]
     addresses = (array.ctypes.data if len(array) else None for array in arrays)
     call = StepPlan(*addresses, counts[0], *counts[2:7])
@@ -532,32 +546,32 @@ def _step_plan(plan: BatchPlan, masks: Ints = NO_MASKS) -> StepPlan:
 
 
 def _passes(plan: BatchPlan, max_samples: int) -> Iterator[BatchPlan]:
-    """Yield parts of a plan with prompt logprobs, whose slots sample up to about `max_samples` tokens, without masks.
+    """Yield parts of a plan with prompt logprobs, each of up to about `max_samples` sampled tokens, without masks.
 
-    Each token of a prompt becomes a slot of its own, so that the library computes its logits.
+    Each token of a prompt becomes a sequence of its own, so that the library computes its logits.
     """
-    slots, rest = _split_into_tokens(plan.slots), replace(plan, masks=NO_MASKS)
-    widths = np.where((slots["flags"] & Flag.DRAFTS) != 0, slots["stop"] - slots["start"], 1)
-    samples = np.cumsum(np.where((slots["flags"] & Flag.SAMPLES) != 0, widths, 0)) - 1
-    pass_of_slot = np.maximum(samples, 0) // max_samples
-    for part in np.split(slots, np.flatnonzero(np.diff(pass_of_slot)) + 1):
+    sequences, rest = _split_into_tokens(plan.sequences), replace(plan, masks=NO_MASKS)
+    widths = np.where((sequences["flags"] & Flag.DRAFTS) != 0, sequences["stop"] - sequences["start"], 1)
+    samples = np.cumsum(np.where((sequences["flags"] & Flag.SAMPLES) != 0, widths, 0)) - 1
+    pass_of_sequence = np.maximum(samples, 0) // max_samples
+    for part in np.split(sequences, np.flatnonzero(np.diff(pass_of_sequence)) + 1):
         from_host = part[(part["flags"] & Flag.FROM_DEVICE) == 0]
         count = int((from_host["stop"] - from_host["start"]).sum())
-        yield replace(rest, slots=part, tokens=rest.tokens[:count])
+        yield replace(rest, sequences=part, tokens=rest.tokens[:count])
         rest = replace(rest, tokens=rest.tokens[count:], page_writes=NO_PAGE_WRITES, row_states=NO_ROW_STATES)
 
 
-def _split_into_tokens(slots: Records) -> Records:
-    """Return the same step with one slot per token of the slots with PROMPT_LOGPROBS; these slots sample."""
+def _split_into_tokens(sequences: Records) -> Records:
+    """Return the same step with a sequence, which samples, per token of those with PROMPT_LOGPROBS."""
     result = []
     sampled = Flag.SAMPLES | Flag.PROMPT_LOGPROBS
-    for row, start, stop, flags in slots.tolist():
+    for row, start, stop, flags in sequences.tolist():
         if not flags & Flag.PROMPT_LOGPROBS:
             result.append((row, start, stop, flags))
             continue
         result += [(row, t, t + 1, sampled) for t in range(start, stop - 1)]
         result.append((row, stop - 1, stop, flags & ~Flag.PROMPT_LOGPROBS if flags & Flag.SAMPLES else sampled))
-    return np.array(result, SLOT)
+    return np.array(result, SEQUENCE)
 
 
 class CpuRunners:
@@ -583,6 +597,14 @@ class CpuRunners:
         """Return whether the C++ step can use weights of this format: 4 bits, no zeros, groups of whole blocks."""
         is_plain = kind.name == "int4" and not kind.has_zeros and not kind.order
         return self._library is not None and is_plain and kind.group % INT8.group == 0
+
+    def pack_adapter(self, weights: AdapterWeights) -> None:
+        """Pack a and b as other matrices; the rows of b go on to a multiple of `LANES`."""
+        if self._library is None:
+            return
+        for matrix in (weights.a, weights.b):
+            rows, cols = round_up(matrix.shape[1], LANES), matrix.shape[2]
+            self._library.pack(matrix.data_ptr(), matrix.dtype is torch.bfloat16, rows, cols)
 
     @staticmethod
     def choose_dtype(spec: EngineSpec) -> EngineSpec:

@@ -141,6 +141,7 @@ class SamplingState:
     top_p: Tensor
     min_p: Tensor
     noise_key: Tensor
+    adapter: Tensor
 
     def __init__(self, rows: int, device: torch.device) -> None:
         self.last_token = torch.zeros(rows, dtype=torch.int32, device=device)

@@ -9,8 +9,8 @@ from typing import Any, Final
 from torch import Tensor
 
 from minisgl.core.registry import Registry
+from minisgl.ops import adapters, reference, sampling
 from minisgl.ops import gated_delta as recurrences
-from minisgl.ops import reference, sampling
 from minisgl.ops.deferred import Result
 from minisgl.ops.quantized import Rounding, rounded
 
@@ -19,7 +19,8 @@ from minisgl.ops.quantized import Rounding, rounded
 class OpTable:
     """All ops by name.
 
-    `reference`, `gated_delta`, `sampling` and `quantized` have their shapes and formulas, and are the defaults.
+    `reference`, `adapters`, `gated_delta`, `sampling` and `quantized` have their shapes and formulas, and are the
+    defaults.
     """
 
     name: str = "reference"
@@ -28,6 +29,7 @@ class OpTable:
     rms_norm: Callable[..., Tensor] = reference.rms_norm
     add_rms_norm: Callable[[Tensor, Tensor, Tensor, float], tuple[Tensor, Tensor]] = reference.add_rms_norm
     add_norm_linear: Callable[..., tuple[Result, Result]] = reference.add_norm_linear
+    add_adapters: Callable[..., Tensor] = adapters.add_adapters
     moe: Callable[[Tensor, Tensor, reference.Experts], Tensor] = reference.moe
     norm_rope_store: Callable[..., Tensor] = reference.norm_rope_store
     paged_attention: Callable[..., Tensor] = reference.paged_attention

@@ -140,9 +140,9 @@ class BoundedState:
 
     def collect(self, plan: BatchPlan) -> None:
         """Count the tokens of a collected step, and free the window pages that no later step reads."""
-        rows, is_chunk = plan.slots["row"], (plan.slots["flags"] & Flag.FROM_DEVICE) == 0
+        rows, is_chunk = plan.sequences["row"], (plan.sequences["flags"] & Flag.FROM_DEVICE) == 0
         before = self.computed_len[rows]
-        computed = np.where(is_chunk, plan.slots["stop"], self._rows.confirmed_len[rows] - 1)
+        computed = np.where(is_chunk, plan.sequences["stop"], self._rows.confirmed_len[rows] - 1)
         self.computed_len[rows] = np.maximum(before, computed)
         self._fold(rows)
         for pool in self.pools:

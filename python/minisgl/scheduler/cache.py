@@ -120,7 +120,7 @@ class CacheManager:
         limit = len(req.ids) - 1 if req.prompt_logprobs is None else 0
         if max_pages is not None:
             limit = min(limit, max_pages * self.page_size)
-        salt = salt_digest(req.sampling_params.cache_salt)
+        salt = salt_digest(req.sampling_params.salt)
         return self.prefix.match_prefix(req.ids[:limit], salt, anywhere=max_pages is not None)
 
     def attach(self, req: Req) -> list[int]:
@@ -277,7 +277,7 @@ class CacheManager:
         if count > handle.num_pages:
             ids = self.rows.text(req)[: count * self.page_size]
             own = np.array(req.pages[:count], np.int32)
-            handle, canonical = self.prefix.insert_prefix(ids, own, salt_digest(req.sampling_params.cache_salt))
+            handle, canonical = self.prefix.insert_prefix(ids, own, salt_digest(req.sampling_params.salt))
             if handle.num_pages > req.cache_handle.num_pages:
                 self._adopt(req, handle, canonical)
         return handle
@@ -302,7 +302,7 @@ class CacheManager:
         handle = req.cache_handle
         cached = handle.num_pages * self.page_size
         ids = np.concatenate([req.ids[cached:], self.rows.sampled(req)[max(0, cached - len(req.ids)) :]])
-        return self.prefix.continuation(handle, ids, count, salt_digest(req.sampling_params.cache_salt))
+        return self.prefix.continuation(handle, ids, count, salt_digest(req.sampling_params.salt))
 
     def release(self, req: Req) -> None:
         """Take back the pages of a request that no batch in flight holds."""

@@ -99,11 +99,14 @@ def _check_bounded(scheduler: SchedulerParts) -> None:
             if any(own[i] in others for i in own if i * pool.page_size >= rows.cached_len[req.row]):
                 raise InvariantError(f"{req} will write ids of group {pool.group} that others share: {own}")
         for plan in (step.plan for step in scheduler.launched):
-            copies, starts = np.concatenate([plan.restores, plan.captures]), dict(plan.slots[["row", "start"]].tolist())
+            copies, starts = (
+                np.concatenate([plan.restores, plan.captures]),
+                dict(plan.sequences[["row", "start"]].tolist()),
+            )
             if pool.group == STATE and not {*plan.restores["source"].tolist()} <= cached - {*copies["target"].tolist()}:
                 raise InvariantError(f"step {plan.step} restores ids that it writes, or of no snapshot: {copies}")
             if any(starts.get(row, length) != length for *_, row, length in plan.restores.tolist()):
-                raise InvariantError(f"step {plan.step} restores {plan.restores}, and computes {plan.slots}")
+                raise InvariantError(f"step {plan.step} restores {plan.restores}, and computes {plan.sequences}")
 
 
 def _check_rows(scheduler: SchedulerParts) -> None:
@@ -116,7 +119,7 @@ def _check_rows(scheduler: SchedulerParts) -> None:
     for step in scheduler.launched:
         if step.plan.step <= rows.last_collected:
             raise InvariantError(f"step {step.plan.step} is in flight, but {rows.last_collected} was collected last")
-        held_by = [*step.plan.slots["row"].tolist(), *step.plan.restores["row"].tolist()]
+        held_by = [*step.plan.sequences["row"].tolist(), *step.plan.restores["row"].tolist()]
         newest.update(dict.fromkeys(held_by, step.plan.step))
     for row, req in enumerate(rows.requests):
         if req is not held.get(row):
@@ -167,9 +170,13 @@ def _check_row(scheduler: SchedulerParts, req: Req) -> None:
 
 def _check_drafts(scheduler: SchedulerParts, req: Req, drafts: Drafts) -> None:
     """Drafts in flight are counted, and a row with such drafts goes on with DRAFTS."""
-    slots = [slot for step in scheduler.launched for slot in step.plan.slots if slot["row"] == req.row]
-    in_flight = sum(int(slot["stop"] - slot["start"]) - 1 for slot in slots if slot["flags"] & Flag.DRAFTS)
-    if in_flight != drafts.in_flight[req.row] or (in_flight and not slots[-1]["flags"] & Flag.DRAFTS):
+    sequences = [
+        sequence for step in scheduler.launched for sequence in step.plan.sequences if sequence["row"] == req.row
+    ]
+    in_flight = sum(
+        int(sequence["stop"] - sequence["start"]) - 1 for sequence in sequences if sequence["flags"] & Flag.DRAFTS
+    )
+    if in_flight != drafts.in_flight[req.row] or (in_flight and not sequences[-1]["flags"] & Flag.DRAFTS):
         raise InvariantError(f"{in_flight} drafts are in flight, not {drafts.in_flight[req.row]}: {req}")
 
 

@@ -18,7 +18,7 @@ from minisgl.core.layout import (
     words,
 )
 from minisgl.core.plan import StepCosts
-from minisgl.scheduler.plan import DraftSlots, Step
+from minisgl.scheduler.plan import PlannedDrafts, Step
 from minisgl.speculative.lookup import MAX_MATCH, MIN_MATCH, look_up
 
 if TYPE_CHECKING:
@@ -56,7 +56,7 @@ class Drafts:
     """State of the rows that may draft, indexed by row; arrays [2, row] are indexed by DEVICE or HOST first.
 
     resumes_at       int64, the first step in which a drafter is asked again; NEVER if the row may not draft
-    is_tracked       bool, the row's last slot had DRAFTS, so the device knows its length and its history
+    is_tracked       bool, the row's last sequence had DRAFTS, so the device knows its length and its history
     known            int32, tokens in the device's history of a row that is not tracked
     in_flight        int32, drafts in the steps in flight; `Rows.cached_len` may be too high by up to this many
     ready            [2, row] int32, drafts that the drafter had at the newest result, and those that the host proposes
@@ -94,7 +94,7 @@ class Drafts:
         self._known_seconds: dict[tuple[int, int], npt.NDArray[np.float64]] = {}
         self._adapts = kind == "auto"
         self._asks_tree = kind in ("auto", "tree")
-        # Where the host is the device, it looks up at the price of a few array operations, before a slot has DRAFTS.
+        # Where the host is the device, it looks up before a sequence has DRAFTS, for a few array operations.
         self._looks_up = kind in ("auto", "ngram") and not is_async
         self._has_model = ":" in kind or kind == "mtp" or bool(self._costs.proposed)
         self._asks_device = kind != "tree" and (self._has_model or not self._looks_up)
@@ -122,7 +122,7 @@ class Drafts:
             values[..., req.row] = 0
         self.ready[DEVICE, req.row] = self.max_drafts * self._has_model
 
-    def plan(self, step: int, running: Index, max_tokens: int) -> DraftSlots | None:
+    def plan(self, step: int, running: Index, max_tokens: int) -> PlannedDrafts | None:
         """Return which of the rows `running` have DRAFTS, and how many; None if no row has. Allocates pages for drafts.
 
         `step` is the number of the step, which has at most `max_tokens` drafts in total.
@@ -164,7 +164,7 @@ class Drafts:
             is_used = np.zeros(rows.num_rows, np.bool_)
             is_used[running] = is_proposed & (counts > 0)
             proposals = proposals[is_used[proposals["row"]]]
-        return DraftSlots(is_drafted | (counts > 0), counts, proposals)
+        return PlannedDrafts(is_drafted | (counts > 0), counts, proposals)
 
     def _with_pages(self, running: Index, counts: Ints) -> Ints:
         """Allocate pages for so many drafts of the rows `running`; return for how many there are pages."""
@@ -307,13 +307,13 @@ class Drafts:
                 records += _record(req, first, tokens, int(rows.cached_len[req.row]) + 1)
         return np.concatenate(records)
 
-    def advance(self, running: Index, slots: DraftSlots | None) -> None:
+    def advance(self, running: Index, planned: PlannedDrafts | None) -> None:
         """Count the drafts of a step as planned. Call this before `Rows.advance`."""
-        if slots is None:
+        if planned is None:
             plain = running
         else:
-            plain, drafted = running[~slots.is_drafted], running[slots.is_drafted]
-            self.in_flight[drafted] += slots.counts[slots.is_drafted]
+            plain, drafted = running[~planned.is_drafted], running[planned.is_drafted]
+            self.in_flight[drafted] += planned.counts[planned.is_drafted]
             self.is_tracked[drafted] = True
         left = plain[self.is_tracked[plain]]
         if len(left):
@@ -326,10 +326,10 @@ class Drafts:
         `step` is the number of the newest step that was planned.
         """
         assert result.confirmed is not None and result.ready is not None, "the result has no drafts"
-        slots = plan.slots[(plan.slots["flags"] & Flag.SAMPLES) != 0]
+        sequences = plan.sequences[(plan.sequences["flags"] & Flag.SAMPLES) != 0]
         first = np.cumsum(plan.widths) - plan.widths
-        is_drafted = (slots["flags"] & Flag.DRAFTS) != 0
-        rows, drafts = slots["row"][is_drafted].astype(np.intp), plan.widths[is_drafted] - 1
+        is_drafted = (sequences["flags"] & Flag.DRAFTS) != 0
+        rows, drafts = sequences["row"][is_drafted].astype(np.intp), plan.widths[is_drafted] - 1
         accepted = np.add.reduceat(result.confirmed, first)[is_drafted] - 1
         self.rows.cached_len[rows] -= drafts - accepted
         self.in_flight[rows] -= drafts
@@ -348,7 +348,7 @@ class Drafts:
             found, tries = np.bincount(at[0], found, 2), np.bincount(at[0], tries, 2)
             self._prior = (self._prior * PAST_TRIES + found) / (PAST_TRIES + tries)
         if self._is_shared:
-            self._judge(slots["row"].astype(np.intp), int(drafts.sum()), int(accepted.sum()), step)
+            self._judge(sequences["row"].astype(np.intp), int(drafts.sum()), int(accepted.sum()), step)
         elif self._adapts:
             self.pause[rows[accepted > 0]] = 0
             self._pause(rows[is_guess & (accepted == 0)], step)

@@ -1,5 +1,7 @@
 """Grammars of requests: compiled by threads, never by the scheduler's loop, and turned into token masks.
 
+The same threads read adapters into host memory.
+
 Everything that the scheduler knows about masks is here. A mask depends on the newest token. Under overlap that token is
 still in flight when the next step is planned; then the step is launched without masks, samples only when they arrive
 (`StepOutput.sample`), and nothing is launched after it before.
@@ -8,13 +10,13 @@ still in flight when the next step is planned; then the step is launched without
 from __future__ import annotations
 
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import Executor, Future, ThreadPoolExecutor, wait
 from typing import TYPE_CHECKING, Final
 
 import numpy as np
 
-from minisgl.core.errors import RequestError
+from minisgl.core.errors import ConfigError, RequestError
 from minisgl.core.layout import NO_MASKS, Flag
 from minisgl.grammar.thinking import ThinkingMatcher
 from minisgl.scheduler.req import Status
@@ -28,6 +30,8 @@ if TYPE_CHECKING:
     from minisgl.scheduler.plan import Launched
     from minisgl.scheduler.req import Req
     from minisgl.scheduler.rows import Index, Rows
+
+    Matcher = TokenMatcher | ThinkingMatcher
 
 THREADS: Final = 16  # they wait for trials
 DRAFT_MASKS_S: Final = 1e-3  # the limit of the time for the masks after a request's drafts in a step
@@ -45,35 +49,49 @@ class Grammars:
         self._compiler = compiler
         self._executor = executor or ThreadPoolExecutor(THREADS, "grammar")
         self._known = executor or ThreadPoolExecutor(THREADS, "known-grammar")  # never waits for trials
-        self._jobs: dict[int, tuple[Req, Future[TokenMatcher | ThinkingMatcher], float]] = {}  # in order of arrival
+        self._jobs: dict[int, tuple[Req, Future[Matcher | None], float]] = {}  # in order of arrival
         self.num_matchers = 0  # requests that have a matcher and have not ended
         self._draft_mask_s = 0.0  # the mean time for a mask after a draft
 
     # -- compiling
 
     def __len__(self) -> int:
-        """The number of requests whose grammar is being compiled."""
+        """The number of requests whose grammar is being compiled, or adapter read."""
         return len(self._jobs)
 
-    def submit(self, req: Req) -> None:
-        """Start to compile the grammar of `req`, which is COMPILING until then; raises `RequestError` if it cannot."""
+    def submit(self, req: Req, read_adapter: Callable[[str], None]) -> None:
+        """Start to compile the grammar of `req`, and to read its adapter, if it has them; it is COMPILING until then.
+
+        Raises `RequestError` if there are no grammars.
+        """
         params = req.sampling_params
-        if self._compiler is None:
+        if not params.has_masks and params.adapter is None:
+            return
+        if params.has_masks and self._compiler is None:
             raise RequestError("this engine has no grammars", param=_param(params), code="unsupported_value")
-        is_known = params.grammar is None or self._compiler.is_known(params.grammar)
+        is_known = params.grammar is None or self._compiler is None or self._compiler.is_known(params.grammar)
         executor = self._known if is_known else self._executor
-        job = executor.submit(self._compile, self._compiler, params, req.ids[req.prompt_len :])
+        job = executor.submit(self._prepare, self._compiler, params, req.ids[req.prompt_len :], read_adapter)
         self._jobs[req.uid] = req, job, time.monotonic() + COMPILE_S
         req.status = Status.COMPILING
 
     @staticmethod
-    def _compile(compiler: TriedCompiler, params: SamplingParams, output: Ints) -> TokenMatcher | ThinkingMatcher:
-        """Return a matcher that has advanced over the tokens `output`, which another replica has generated."""
+    def _prepare(
+        compiler: TriedCompiler | None, params: SamplingParams, output: Ints, read_adapter: Callable[[str], None]
+    ) -> Matcher | None:
+        """Return a matcher, if any, that has advanced over the tokens `output`, which another replica has generated."""
+        if params.adapter is not None:
+            try:
+                read_adapter(params.adapter.source)
+            except ConfigError as e:
+                raise RequestError(str(e), param="model", code="invalid_adapter") from None
+        if compiler is None:
+            return None
         grammar = None if params.grammar is None else compiler.compile(params.grammar, params.ignore_eos)
         matcher = grammar if params.thinking_limit is None else compiler.limit(params.thinking_limit, grammar)
-        assert matcher is not None, f"the request needs no masks: {params}"
-        for token in output.tolist():
-            matcher.advance(token)
+        if matcher is not None:
+            for token in output.tolist():
+                matcher.advance(token)
         if grammar is not None and len(output):
             compiler.compute_masks([grammar])
         return matcher
@@ -98,11 +116,11 @@ class Grammars:
             elif isinstance(failure := job.exception(), RequestError):
                 error = failure
             elif failure is not None:  # a bug, ours or the library's on odd input, costs this request and no other
-                error = RequestError(f"compiling the grammar failed: {failure}", status=500)
+                error = RequestError(f"preparing the request failed: {failure}", status=500)
             else:
                 req.matcher = job.result()
                 req.status = Status.WAITING
-                self.num_matchers += 1
+                self.num_matchers += req.matcher is not None
             del self._jobs[uid]
             yield req, error
 
@@ -144,7 +162,7 @@ class Grammars:
         return found
 
     @staticmethod
-    def _caught_up(rows: Rows, row: int) -> TokenMatcher | ThinkingMatcher:
+    def _caught_up(rows: Rows, row: int) -> Matcher:
         """Return the matcher of `row`, which has advanced over all confirmed tokens."""
         req = rows.requests[row]
         assert req is not None and req.matcher is not None, f"row {row} has no matcher: {req}"
@@ -158,8 +176,8 @@ class Grammars:
 
         Call this before `Rows.advance`.
         """
-        slots = plan.slots[(plan.slots["flags"] & ON_DEVICE) == ON_DEVICE]
-        if (rows.confirmed_len[slots["row"]] <= rows.cached_len[slots["row"]]).any():
+        sequences = plan.sequences[(plan.sequences["flags"] & ON_DEVICE) == ON_DEVICE]
+        if (rows.confirmed_len[sequences["row"]] <= rows.cached_len[sequences["row"]]).any():
             return NO_MASKS
         return self._masks(plan, rows)
 
@@ -173,7 +191,7 @@ class Grammars:
 
         Returns the indices of the rows whose grammar is complete, or can no longer be matched.
         """
-        advanced: list[tuple[int, TokenMatcher | ThinkingMatcher]] = []
+        advanced: list[tuple[int, Matcher]] = []
         for i in np.flatnonzero(rows.flags[sampled] & Flag.MASKED).tolist():
             req, token = rows.requests[sampled[i]], int(tokens[i])
             assert req is not None and req.matcher is not None, f"row {sampled[i]} has no matcher: {req}"
@@ -195,11 +213,12 @@ class Grammars:
             step.output.sample(masks)
 
     def _masks(self, plan: BatchPlan, rows: Rows) -> Ints:
-        """Return the masks of all that MASKED slots of `plan` sample: after the confirmed text, and after drafts."""
+        """Return the masks of what MASKED sequences of `plan` sample: after the confirmed text, and after drafts."""
         proposals = {int(p["row"]): p for p in plan.proposals}
         masks: list[Ints] = []
         began, count = time.perf_counter(), 0
-        for row, start, stop, flags in plan.slots[(plan.slots["flags"] & SAMPLES_MASKED) == SAMPLES_MASKED].tolist():
+        samples = (plan.sequences["flags"] & SAMPLES_MASKED) == SAMPLES_MASKED
+        for row, start, stop, flags in plan.sequences[samples].tolist():
             matcher = self._caught_up(rows, row)
             masks.append(matcher.mask)
             if flags & Flag.DRAFTS and (width := stop - start) > 1:
@@ -211,7 +230,7 @@ class Grammars:
         return np.stack(masks) if masks else NO_MASKS
 
 
-def _param(params: SamplingParams) -> str | None:
-    """Return the field that asks for masks."""
-    source = params.grammar or params.thinking
-    return None if source is None else source.param
+def _param(params: SamplingParams) -> str:
+    """Return the field that asks for masks, or for an adapter."""
+    source = params.grammar or params.thinking_limit
+    return "model" if source is None else source.param

@@ -142,11 +142,11 @@ class Replies:
         """Announce the end of a request."""
         self._finished.append(end)
 
-    def drafted(self, slots: Records, rows: Rows) -> None:
-        """Announce how many drafts the `slots` of a step had; their tokens are sent next."""
-        drafts = np.where((slots["flags"] & Flag.DRAFTS) != 0, slots["stop"] - slots["start"] - 1, 0)
+    def drafted(self, sequences: Records, rows: Rows) -> None:
+        """Announce how many drafts the `sequences` of a step had; their tokens are sent next."""
+        drafts = np.where((sequences["flags"] & Flag.DRAFTS) != 0, sequences["stop"] - sequences["start"] - 1, 0)
         at = np.flatnonzero(drafts)
-        self._drafted = list(zip(rows.uid[slots["row"][at]].tolist(), drafts[at].tolist(), strict=True))
+        self._drafted = list(zip(rows.uid[sequences["row"][at]].tolist(), drafts[at].tolist(), strict=True))
 
     def add_logprobs(self, columns: Ints, reqs: list[Req]) -> None:
         """Keep the log-probabilities [WIDTH, n] of the new tokens of `reqs` [n]."""

@@ -15,7 +15,7 @@ from minisgl.core.layout import (
     NO_PAGE_WRITES,
     NO_PROPOSALS,
     NO_ROW_STATES,
-    SLOT,
+    SEQUENCE,
     Flag,
 )
 from minisgl.core.plan import BatchPlan
@@ -58,10 +58,14 @@ class StepEngine(Protocol):
     eos_token_ids: frozenset[int]
     is_async: bool  # computes while the host plans, and may get masks after a launch
     tiers: list[TierSpec]  # below the pool, the fastest first
+    adapter_slots: int  # of device memory
     bounded: Sequence[Bounded]  # what rows of the model have besides pages of FULL
 
     def launch(self, plan: BatchPlan) -> StepOutput:
         """Start a step after those launched before."""
+
+    def read_adapter(self, source: str) -> None:
+        """Read an adapter (`params.Adapter.source`) into host memory; any thread may. Raises `ConfigError`."""
 
     def step_costs(self) -> StepCosts | None:
         """Return the costs of a step measured at the start; None if they were not."""
@@ -94,7 +98,7 @@ class Chunk:
 
 
 @dataclass(frozen=True, slots=True)
-class DraftSlots:
+class PlannedDrafts:
     """Which of the running rows [D] have DRAFTS, and how many drafts after their newest token; 0 for the others.
 
     `proposals` are those of rows whose drafts come from the host.
@@ -114,18 +118,18 @@ class Step:
 
     running: Index
     chunks: list[Chunk]
-    drafts: DraftSlots | None = None
+    drafts: PlannedDrafts | None = None
 
     def prompts(self) -> list[Req]:
         """Return the requests whose prompt this step completes."""
         return [c.req for c in self.chunks if c.samples]
 
     def prompt_logprobs(self) -> list[tuple[Req, int]]:
-        """Return (request, number of prompt log-probabilities that this step computes), in slot order."""
+        """Return (request, number of prompt log-probabilities that this step computes), in sequence order."""
         return [(c.req, c.num_prompt_logprobs) for c in self.chunks if c.has_prompt_logprobs]
 
     def sampled_rows(self) -> Index:
-        """Return the rows that sample a token, in slot order."""
+        """Return the rows that sample a token, in sequence order."""
         if not self.chunks:
             return self.running
         return np.concatenate([self.running, np.array([r.row for r in self.prompts()], np.intp)])
@@ -136,8 +140,8 @@ class Step:
         Masks are added by `Grammars.plan_masks`.
         """
         n = len(self.running)
-        slots = np.empty(n + len(self.chunks), SLOT)
-        decodes, start = slots[:n], rows.cached_len[self.running]
+        sequences = np.empty(n + len(self.chunks), SEQUENCE)
+        decodes, start = sequences[:n], rows.cached_len[self.running]
         decodes["row"] = self.running
         decodes["start"] = start
         decodes["stop"] = start + 1
@@ -149,16 +153,16 @@ class Step:
             decodes["flags"] |= Flag.DRAFTS * self.drafts.is_drafted
         for i, c in enumerate(self.chunks, n):
             flags = Flag.SAMPLES * c.samples | Flag.PROMPT_LOGPROBS * c.has_prompt_logprobs | sampling_flags(c.req)
-            slots[i] = c.req.row, c.start, c.stop, flags
+            sequences[i] = c.req.row, c.start, c.stop, flags
         tokens = ids = NO_INTS
         if self.chunks:
             tokens = np.concatenate([c.req.ids[c.start : c.stop] for c in self.chunks])
             chunks = [c for c in self.chunks if c.has_prompt_logprobs]
             ids = np.concatenate([NO_INTS, *(c.req.ids[c.start + 1 : c.stop + 1] for c in chunks)])
         # A step that only moves pages writes no state: nothing of it reads any.
-        writes = rows.writes.pop() if len(slots) else (NO_PAGE_WRITES, NO_ROW_STATES, NO_INTS)
+        writes = rows.writes.pop() if len(sequences) else (NO_PAGE_WRITES, NO_ROW_STATES, NO_INTS)
         copies = rows.writes.pop_copies()
-        return BatchPlan(number, slots, tokens, *writes, NO_MASKS, ids, histories, proposals, moves, *copies)
+        return BatchPlan(number, sequences, tokens, *writes, NO_MASKS, ids, histories, proposals, moves, *copies)
 
 
 @dataclass(frozen=True, slots=True)
@@ -166,9 +170,9 @@ class Launched:
     """A step in flight. Holding it keeps its buffers alive until it is collected."""
 
     plan: BatchPlan
-    sampled: Index  # the rows that sample a token, in slot order
+    sampled: Index  # the rows that sample a token, in sequence order
     prompts: list[Req]  # the last of them: requests that sample their first token since admission
-    prompt_logprobs: list[tuple[Req, int]]  # (request, number of prompt log-probabilities), in slot order
+    prompt_logprobs: list[tuple[Req, int]]  # (request, number of prompt log-probabilities), in sequence order
     output: StepOutput
 
     def confirmed(self, result: StepResult) -> Iterator[ConfirmedTokens]:
@@ -178,13 +182,13 @@ class Launched:
             yield ConfirmedTokens(self.sampled, columns, result.tokens, result.finite)
             return
         widths = self.plan.widths
-        slots = np.repeat(np.arange(len(widths)), widths)
+        sequences = np.repeat(np.arange(len(widths)), widths)
         offsets = columns - np.repeat(np.cumsum(widths) - widths, widths)
         confirmed = np.flatnonzero(result.confirmed)
         offsets = offsets[confirmed]
         for offset in range(int(offsets.max(initial=0)) + 1):
             at = confirmed[offsets == offset]
-            yield ConfirmedTokens(self.sampled[slots[at]], at, result.tokens[at], result.finite[at])
+            yield ConfirmedTokens(self.sampled[sequences[at]], at, result.tokens[at], result.finite[at])
 
 
 @dataclass(frozen=True, slots=True)

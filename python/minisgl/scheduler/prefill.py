@@ -17,6 +17,7 @@ from minisgl.scheduler.req import Rank, Req, Status
 if TYPE_CHECKING:
     from collections.abc import Iterator
 
+    from minisgl.scheduler.adapters import Adapters
     from minisgl.scheduler.budget import LoadBudget, StepBudget
     from minisgl.scheduler.cache import CacheManager
     from minisgl.scheduler.rows import Index, Rows
@@ -92,9 +93,10 @@ class PrefillManager:
     others.
     """
 
-    def __init__(self, cache: CacheManager, rows: Rows, policy: str) -> None:
+    def __init__(self, cache: CacheManager, rows: Rows, adapters: Adapters, policy: str) -> None:
         self.cache = cache
         self.rows = rows
+        self.adapters = adapters
         self.policy = policy
         self.is_fcfs = policy == "fcfs"
         self.growth = GrowthEstimate()
@@ -102,7 +104,9 @@ class PrefillManager:
         self._is_sorted = True
         self.chunked: list[Req] = []
         self._waiting_tokens = Counter[Rank]()  # uncached, of the prompts in the queue
-        self.blocked: Req | None = None  # the first of the queue that lacked a row or pages in the last plan
+        # The first of the queue that lacked a row or pages in the last plan, and the first that lacked an adapter slot.
+        self.blocked: list[Req] = []
+        self.least_urgent = OVERDUE  # of all ranks so far
         self._admitted = 0  # tokens since the start, with those of requests that left the queue otherwise
         self.patience = PATIENCE_STEPS
         self._head: tuple[Req | None, int] = None, 0  # the first of the waiting requests, and since which step
@@ -124,12 +128,13 @@ class PrefillManager:
         req.new_tokens = len(req.ids) - self._cached_len(req)
         before = sum(tokens for rank, tokens in self._waiting_tokens.items() if rank <= req.rank)
         req.patience = 1 + AGING * (self._waiting_tokens.total() + OVERTAKING * req.queue_tokens)
+        self.least_urgent = max(self.least_urgent, req.rank)
         self._insert(req, before + req.new_tokens)
 
     def requeue(self, req: Req) -> None:
         """Queue a preempted request again, with a new deadline."""
-        self._insert(req, 0)
         self._admitted -= req.new_tokens  # which count once
+        self._insert(req, req.new_tokens)
 
     def _insert(self, req: Req, tokens_before: int) -> None:
         if not self.is_fcfs:
@@ -192,7 +197,7 @@ class PrefillManager:
             self._head = head, step
         return None if self.is_fcfs or step - self._head[1] < self.patience else head
 
-    def plan(self, budget: StepBudget, running: Index | None, loads: LoadBudget) -> list[Chunk]:
+    def plan(self, budget: StepBudget, running: Index | None, loads: LoadBudget, step: int) -> list[Chunk]:
         """Return chunks of prompts within the budget, one prompt after the other.
 
         A prompt whose cached prefix continues in a tier is loaded first; `loads` limits the pages of a step.
@@ -204,14 +209,16 @@ class PrefillManager:
         begun = deque(sorted(self.chunked, key=self.key))
         by_prefix = self.policy == "lpm" and len(self.waiting) <= LPM_MAX_WAITING
         waiting: Iterator[Req] = iter(())
-        reserved, longest, self.blocked = self.growth.tokens(*self.chunked), 0, None
+        reserved, longest, is_blocked = self.growth.tokens(*self.chunked), 0, False
+        self.blocked = []
         if running is not None and self.rows.available and not budget.is_spent:
             reserved += self.growth.tokens_of_rows(self.rows, running)
             if not self.is_fcfs:  # which preempts the newest, and not the longest
                 longest = int((self.rows.max_len[running] - self.rows.confirmed_len[running]).max(initial=0))
             waiting = filter(self._has_row, self._by_prefix() if by_prefix else self.in_order())
+            waiting = self._with_adapter(waiting, step)
         elif running is not None and not self.rows.available:
-            self.blocked = next(iter(self.in_order()), None)
+            self.blocked = self.in_order()[:1]
         candidate = next(waiting, None)
         while not budget.is_spent and (begun or candidate is not None):
             order = self.rank if by_prefix else self.key
@@ -221,8 +228,10 @@ class PrefillManager:
                 req, candidate = candidate, next(waiting, None)
                 reserved += self.growth.tokens(req)
             else:  # the second that does not fit ends the search, since each costs a walk through the prefix cache
-                waiting = iter(()) if self.blocked or self.is_fcfs else self._passing(candidate, waiting)
-                self.blocked, candidate = self.blocked or candidate, next(waiting, None)
+                if not is_blocked:
+                    self.blocked.append(candidate)
+                waiting = iter(()) if is_blocked or self.is_fcfs else self._passing(candidate, waiting)
+                is_blocked, candidate = True, next(waiting, None)
                 continue
             if req.is_loading:
                 self.cache.load(req, loads)
@@ -233,13 +242,32 @@ class PrefillManager:
 
     def _passing(self, blocked: Req, waiting: Iterator[Req]) -> Iterator[Req]:
         """Return those of `waiting` that may pass `blocked`, which lacks pages: much shorter ones, up to a bound."""
-        if self._admitted >= blocked.deadline + OVERTAKING * blocked.queue_tokens:
+        if self._is_overdue(blocked):
             return iter(())
         rank = self.rank(blocked)
         return (req for req in waiting if MUCH_LONGER * req.max_len <= blocked.max_len and self.rank(req) <= rank)
 
+    def _is_overdue(self, req: Req) -> bool:
+        """Return whether no other request may pass one that is due and cannot be admitted yet."""
+        is_late = self._admitted >= req.deadline + OVERTAKING * req.queue_tokens
+        return self.is_fcfs or is_late or self.rank(req) == OVERDUE
+
+    def _with_adapter(self, waiting: Iterator[Req], step: int) -> Iterator[Req]:
+        """Yield those of `waiting` whose adapter is ready; none after one that is overdue and has no slot."""
+        is_blocked = False
+        for req in waiting:
+            if self.adapters.is_ready(req, step):
+                yield req
+                continue
+            if not is_blocked and not self.adapters.has_slot(req):
+                is_blocked = True
+                self.blocked.append(req)
+            if self._is_overdue(req):
+                return
+
     def _has_row(self, req: Req) -> bool:
-        return self.rows.available > (self.rows.num_rows // KEPT_ROWS if req.child_index and not self.is_fcfs else 0)
+        leaves_rows = req.child_index and not self.is_fcfs and self.rank(req) != OVERDUE
+        return self.rows.available > (self.rows.num_rows // KEPT_ROWS if leaves_rows else 0)
 
     def _by_prefix(self) -> list[Req]:
         hits = {r.uid: self._cached_len(r) for r in self.waiting}
@@ -262,6 +290,7 @@ class PrefillManager:
             # Alone, a request fits, though not always beside its snapshot.
             return self.rows.available == self.rows.num_rows and cache.forget_match(req) and self._admit(req, reserved)
         own = cache.pages.allocate(need)
+        self.adapters.hold(req)
         self.rows.allocate(req, len(shared) * cache.page_size)
         req.pages = shared + own
         cache.open(req, (other for other in self.waiting[:NEIGHBOURS] if other is not req))

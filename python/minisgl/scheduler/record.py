@@ -61,6 +61,7 @@ class Header(msgspec.Struct, kw_only=True):
     costs: StepCosts | None
     tiers: list[TierSpec]
     bounded: Sequence[Bounded] = ()
+    adapter_slots: int = 0
 
 
 class Result(msgspec.Struct, array_like=True):
@@ -68,7 +69,7 @@ class Result(msgspec.Struct, array_like=True):
 
     tokens: bytes  # int32 [S]
     finite: bytes = b""  # int32 [S]
-    confirmed: bytes = b""  # int32 [S], as is `ready`; both are empty where no slot has DRAFTS
+    confirmed: bytes = b""  # int32 [S], as is `ready`; both are empty where no sequence has DRAFTS
     ready: bytes = b""
 
 
@@ -94,7 +95,7 @@ def checksum(plan: BatchPlan) -> int:
     """Identify the sequences, positions, flags and pages of `plan`."""
     pages = as_words(plan.page_writes)[:, 1:].tobytes()  # without their groups, as in older records
     copies = plan.restores.tobytes() + plan.captures.tobytes() + plan.folds.tobytes()
-    return zlib.crc32(pages + copies, zlib.crc32(plan.slots.tobytes())) or 1
+    return zlib.crc32(pages + copies, zlib.crc32(plan.sequences.tobytes())) or 1
 
 
 class Recorder:
@@ -127,6 +128,7 @@ class Recorder:
             costs=engine.step_costs(),
             tiers=[replace(tier, folder="") for tier in engine.tiers],
             bounded=engine.bounded,
+            adapter_slots=engine.adapter_slots,
         )
         self.uid_of_row = scheduler.rows.uid
         self._hasher = None if config.record_texts else TokenHasher(engine.limits.vocab_size, engine.eos_token_ids)
@@ -187,7 +189,7 @@ class _RecordedEngine(_Port):
         if plan.step > self._recorder.entry.step:  # no step of the loop: pages are saved at the exit
             self._recorder.end()
         self._recorder.entry.plan = checksum(plan)
-        owners = self._recorder.uid_of_row[plan.slots["row"][(plan.slots["flags"] & Flag.SAMPLES) != 0]]
+        owners = self._recorder.uid_of_row[plan.sequences["row"][(plan.sequences["flags"] & Flag.SAMPLES) != 0]]
         return _RecordedOutput(self._inner.launch(plan), self._recorder, np.repeat(owners, plan.widths))
 
     def shutdown(self) -> None:

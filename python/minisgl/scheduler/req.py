@@ -27,8 +27,8 @@ Rank = tuple[int, int]
 
 
 class Status(enum.Enum):
-    """The state of a request. COMPILING: its grammar is not ready, so it is in no queue yet. PREEMPTED and FINISHED
-    requests wait until no batch in flight holds them."""
+    """The state of a request. COMPILING: its grammar or adapter is not ready, so it is in no queue yet. PREEMPTED and
+    FINISHED requests wait until no batch in flight holds them."""
 
     COMPILING = -1
     WAITING = 0
@@ -85,6 +85,7 @@ class Req:
         self.captures: list[tuple[int, Snapshot]] = []  # those that were made, until the result is finite
         self.target: Any = None  # the lock on all of the prefix that is loaded, in a model with bounded state
         self.is_loading = False  # a part of its cached prefix is still to be loaded from a tier
+        self.adapter_slot = 0  # of the device's memory, while the request has a row; 0 without an adapter
         # What masks are made from; None without a grammar and a limit of the reasoning. While the request is masked, it
         # has advanced over all confirmed tokens.
         self.matcher: TokenMatcher | ThinkingMatcher | None = None

@@ -31,7 +31,7 @@ class Rows:
     max_len        int32, tokens at which the request ends
     limit          int32, `cached_len` up to which decoding needs no look at the request: there is a page for the next
                    token, and it is not the last one
-    flags          int32, flags of the row's decode slots in a plan
+    flags          int32, flags of the row's decoding sequences in plans
     free_len       int32, tokens of the text that certainly need no mask, while MASKED may come and go
     last_step      int64, newest step that holds the row; the row is in flight while that is above `last_collected`
     is_live        bool, tokens are reported: false once the request has ended
@@ -145,8 +145,8 @@ class Rows:
 
     def advance(self, plan: BatchPlan) -> None:
         """Count the tokens of `plan` as planned."""
-        rows = plan.slots["row"].astype(np.intp)
-        self.cached_len[rows] = plan.slots["stop"]
+        rows = plan.sequences["row"].astype(np.intp)
+        self.cached_len[rows] = plan.sequences["stop"]
         self.last_step[rows] = self.last_step[plan.restores["row"]] = plan.step
 
     def confirm(self, rows: Index, tokens: Ints) -> Index:

@@ -39,6 +39,7 @@ from minisgl.distributed.control import PlanBus
 from minisgl.kvcache.arena import Arena
 from minisgl.kvcache.snapshots import IdPool
 from minisgl.scheduler import endings
+from minisgl.scheduler.adapters import Adapters
 from minisgl.scheduler.budget import LoadBudget, Pace, StepClock
 from minisgl.scheduler.cache import CacheManager
 from minisgl.scheduler.check import check_idle, check_invariants
@@ -100,7 +101,8 @@ class Scheduler:
         )
         self.cache = CacheManager(config, engine, arena, pools, self.rows)
         self.is_mixed = config.mixed_batches
-        self.prefill = PrefillManager(self.cache, self.rows, config.schedule_policy)
+        self.adapters = Adapters(engine.adapter_slots)
+        self.prefill = PrefillManager(self.cache, self.rows, self.adapters, config.schedule_policy)
         self.decode = DecodeManager(self.cache, self.rows)
         self.grammars = Grammars() if grammars is None else grammars
         self.drafts = create_drafts(config.engine, engine, self.rows, self.cache, self.grammars.constrain)
@@ -215,8 +217,9 @@ class Scheduler:
             if msg.uid in self.live:
                 raise ValueError(f"request {msg.uid} is running already")
             req = self.admission.admit(msg, self.num_queued, self.prefill.is_full)
-            if msg.sampling_params.grammar or msg.sampling_params.thinking_limit:
-                self.grammars.submit(req)
+            if msg.sampling_params.adapter is not None and not self.engine.adapter_slots:
+                raise RequestError("this engine has no room for adapters", param="model", code="model_not_found")
+            self.grammars.submit(req, self.engine.read_adapter)
         except RequestError as e:
             self.replies.finish(endings.failed(msg.uid, e))
             return
@@ -247,8 +250,9 @@ class Scheduler:
         self.cache.prefix.tick(self.step_number)
         if (req := self.prefill.starved(self.step_number)) is not None and not self.leaving:
             self._preempt_longer(req)
-        if (req := self.prefill.blocked) is not None and req.status is Status.WAITING and not self.leaving:
-            self._preempt_less_urgent(req)
+        for req in self.prefill.blocked:
+            if req.status is Status.WAITING and req.rank < self.prefill.least_urgent and not self.leaving:
+                self._preempt_less_urgent(req)
         if self.grammars.num_matchers:
             most = 1 + (0 if self.drafts is None else self.drafts.max_drafts)
             self.rows.toggle_masks(self.grammars.toggled(self.rows, self.decode.index, most))
@@ -265,10 +269,10 @@ class Scheduler:
             # While running requests lack pages, new requests must not take the last ones; with `fcfs`, neither those of
             # a preempted one that a step in flight still holds.
             is_short |= self.prefill.is_fcfs and any(r.status is Status.PREEMPTED for r in self.leaving.values())
-            chunks = self.prefill.plan(budget, None if is_short else running, loads)
+            chunks = self.prefill.plan(budget, None if is_short else running, loads, self.step_number)
             if chunks and not self.is_mixed:
                 running, drafts = running[:0], None
-        if len(running) or chunks or loads.granted:
+        if len(running) or chunks or loads.granted or self.adapters.has_loads:
             if not is_short:
                 self.prefill.growth.relax()  # not in an idle step, which a record leaves out
             return Step(running, chunks, drafts)
@@ -306,15 +310,22 @@ class Scheduler:
         return sorted(running, key=lambda r: (self.prefill.rank(r), r.order))
 
     def _preempt_less_urgent(self, req: Req) -> None:
-        """Preempt the newest of the least urgent requests, until there may be a row and pages for `req`."""
-        available = self.cache.available
-        for victim in reversed(self._by_urgency()):
+        """Preempt the newest of the least urgent requests, until there may be a row and pages for `req`.
+
+        If it lacks a slot for its adapter, preempt those of the slot whose requests are the least urgent.
+        """
+        victims, available, has_slot = self._by_urgency(), self.cache.available, self.adapters.has_slot(req)
+        if not has_slot:
+            first = {r.adapter_slot: r for r in reversed(victims) if r.adapter_slot}  # the most urgent of each slot
+            slot = max(first, key=lambda slot: (self.prefill.rank(first[slot]), first[slot].order), default=-1)
+            victims = [r for r in victims if r.adapter_slot == slot and self.prefill.rank(first[slot]) > req.rank]
+        for victim in reversed(victims):
             if self.prefill.rank(victim) <= req.rank:
                 return
             available += len(victim.pages)
             self.stats.preemptions += 1
             self._leave(victim, Status.PREEMPTED)
-            if available >= self.cache.pages_for(len(req.ids)):
+            if has_slot and available >= self.cache.pages_for(len(req.ids)):
                 return
 
     def _tokens_left(self, req: Req) -> int:
@@ -345,6 +356,8 @@ class Scheduler:
         plan = step.make_plan(self.step_number, self.rows, histories, moves)
         if self.grammars.num_matchers:
             plan = replace(plan, masks=self.grammars.plan_masks(plan, self.rows))
+        if self.adapters.has_loads:
+            plan = replace(plan, adapters=self.adapters.pop_loads())
         self.rows.advance(plan)
         for req in step.prompts():
             self.decode.add(req)
@@ -380,7 +393,7 @@ class Scheduler:
         self.cache.lower_fences()
         drafted = accepted = 0
         if self.drafts is not None and result.confirmed is not None:
-            self.replies.drafted(step.plan.slots, self.rows)
+            self.replies.drafted(step.plan.sequences, self.rows)
             drafted, accepted = self.drafts.collect(self.step_number, step.plan, result)
             self.stats.drafted_tokens += drafted
             self.stats.accepted_tokens += accepted
@@ -476,6 +489,7 @@ class Scheduler:
         if req.table_idx is not None:
             self.cache.share_prefix(req, is_leaving=True)
             self.cache.release(req)
+            self.adapters.release(req)
             if req.status is Status.PREEMPTED:
                 req.append_sampled(self.rows.sampled(req))
             self.rows.free(req)

@@ -22,7 +22,7 @@ HEAD_TOKENS: Final = 32  # shown of a tree node's tokens; there may be thousands
 
 
 class Stats:
-    """Totals since the start; plain integers that the scheduler adds to."""
+    """Totals since the start, named as in `StatsMsg`; plain integers that the scheduler adds to."""
 
     def __init__(self) -> None:
         self.prompt_tokens = 0  # accepted
@@ -58,6 +58,7 @@ class Stats:
         """Return the totals, and the queues and pages of now."""
         cache = scheduler.cache
         free, evictable = cache.free_size, cache.evictable_size
+        totals = {name: value for name, value in vars(self).items() if not name.startswith("_")}
         return StatsMsg(
             step=scheduler.step_number,
             running=len(scheduler.decode.running) + len(scheduler.prefill.chunked),
@@ -67,16 +68,8 @@ class Stats:
             pages_evictable=evictable,
             pages_held=cache.num_pages - free - evictable,
             page_size=cache.page_size,
-            prompt_tokens=self.prompt_tokens,
-            computed_prompt_tokens=self.computed_prompt_tokens,
-            looked_up_tokens=self.looked_up_tokens,
-            cached_tokens=self.cached_tokens,
-            generation_tokens=self.generation_tokens,
-            drafted_tokens=self.drafted_tokens,
-            accepted_tokens=self.accepted_tokens,
-            preemptions=self.preemptions,
-            dropped=self.dropped,
             tiers=_tiers(cache),
+            **totals,
         )
 
 

@@ -1,4 +1,4 @@
-"""What plans write to the device's state of rows, and the flags of slots."""
+"""What plans write to the device's state of rows, and the flags of sequences."""
 
 from __future__ import annotations
 
@@ -122,7 +122,7 @@ def penalty_record(req: Req, row: int, eos_token_ids: frozenset[int]) -> Ints:
 
 
 def decode_flags(req: Req) -> int:
-    """Return the flags of a decode slot of `req` in a plan."""
+    """Return the flags of a decoding sequence of `req` in a plan."""
     return Flag.SAMPLES | Flag.FROM_DEVICE | sampling_flags(req)
 
 
@@ -130,4 +130,5 @@ def sampling_flags(req: Req) -> int:
     """Return the flags that say how `req` samples from its logits."""
     p = req.sampling_params
     flags = Flag.PENALIZED * p.has_penalties | Flag.FILTERED * p.is_filtered
+    flags |= Flag.ADAPTED * (req.adapter_slot > 0)
     return flags | Flag.LOGPROBS * (p.logprobs is not None) | Flag.MASKED * req.is_masked

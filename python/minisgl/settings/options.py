@@ -57,6 +57,7 @@ class Option:
     words     other engines' words for a value -> our value
     switches  other engines' flags that set this option -> what each value of such a flag means here
     form      list or dict: values of this type are accepted, too, and stored as text with commas, or as JSON
+    is_named  whether the elements of the list are NAME=PATH, so that an object may have them
     """
 
     name: str
@@ -70,6 +71,7 @@ class Option:
     words: Mapping[Any, Any] = field(default_factory=dict)
     switches: Mapping[str, Mapping[Any, Any]] = field(default_factory=dict)
     form: type | None = None
+    is_named: bool = False
     above: float | None = None
     minimum: float | None = None
     maximum: float | None = None
@@ -93,10 +95,12 @@ class Option:
 
     def _parse(self, value: Any, is_text: bool) -> Any:
         """Convert text to the option's type, and a list or an object to text. Raises `ValueError`."""
+        if self.is_named and isinstance(value, dict):
+            value = [f"{name}={path}" for name, path in value.items()]
         if self.form is list and isinstance(value, str) and value.startswith("["):
             value = json.loads(value)
         if self.form is list and isinstance(value, list | tuple):
-            return ",".join(map(str, value))
+            return ",".join(json.dumps(one) if isinstance(one, dict) else str(one) for one in value)
         if self.form is dict and isinstance(value, dict):
             return json.dumps(value)
         if isinstance(value, str) and "," in value:
@@ -276,6 +280,25 @@ class EngineConfig(Settings):
         aliases=("speculative_algorithm", "spec_method"),
         choices=("off", "auto", "ngram", "tree", "mtp", "draft:PATH", "eagle3:PATH"),
         words={"NGRAM": "ngram", "NEXTN": "mtp", "none": "off"},
+    )
+    lora: str | None = option(
+        None,
+        "LoRA adapters in PEFT's layout that requests choose as their model: NAME=PATH, or a folder of adapters; "
+        "separated by commas",
+        aliases=("lora_modules", "lora_paths"),
+        form=list,
+        is_named=True,
+    )
+    lora_dynamic: str | None = option(
+        None,
+        "folder whose adapters may be loaded while the server runs (POST /v1/load_lora_adapter); default = none",
+    )
+    max_loras: int = option(
+        8, "adapters in device memory, so that one step may use them", aliases=("max_loras_per_batch",), minimum=1
+    )
+    max_cpu_loras: int = option(64, "adapters in host memory", aliases=("max_loaded_loras",), minimum=1)
+    max_lora_rank: int | None = option(
+        None, "largest rank of an adapter; default = that of --lora, and at least 16", minimum=1, maximum=1024
     )
     num_draft_tokens: int = option(
         4,

@@ -134,7 +134,7 @@ class _SetOption(argparse.Action):
 def _joined(words: list[str], flag: str) -> str:
     """Join the words after a flag that takes several. Raises `ConfigError` for a word that is probably the model."""
     for word in words[1:]:
-        if "/" in word or Path(word).is_dir():
+        if ("/" in word and "=" not in word) or Path(word).is_dir():
             raise ConfigError(f"{flag} takes all words after it: put MODEL {word} first, or join names with commas")
     return ",".join(words)
 
@@ -153,7 +153,7 @@ def add_options(parser: argparse.ArgumentParser, cls: type = ServerArgs) -> None
         named |= {*shown}
         groups[owner].add_argument(*_flags(*shown), action=_SetOption, cls=cls, help=_help(option), **_shape(option))
     switches = {name: option.kind is bool for name, option in spellings_of(cls).items()}
-    switches |= {name: accepted == ["true"] for name, accepted in foreign().redundant.items()}
+    switches |= {name: "true" in accepted for name, accepted in foreign().redundant.items()}
     for name in switches.keys() - named:
         nargs = 0 if switches[name] else None
         parser.add_argument(*_flags(name), action=_SetOption, cls=cls, nargs=nargs, help=argparse.SUPPRESS)

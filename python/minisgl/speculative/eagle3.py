@@ -28,7 +28,7 @@ OPTIONAL: Final = {"d2t", "t2d", "embed_tokens.weight"}  # the embedding is the 
 
 
 class Eagle3Head:
-    """At slot p, the layer reads hidden states of token p and the embedding of token p + 1, and drafts token p + 2.
+    """At position p, the layer reads hidden states of token p and the embedding of token p + 1, and drafts token p + 2.
 
     The hidden states come from three layers of the target, joined by `fc`; beyond the last known token they are the
     head's own. `draft_ids` [draft vocabulary] int64 are the token ids of the draft vocabulary.

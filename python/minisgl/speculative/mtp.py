@@ -19,7 +19,7 @@ if TYPE_CHECKING:
 
 
 class NextTokensLayer:
-    """At slot p, the layer reads the hidden state of token p and the embedding of token p + 1, and drafts token p + 2.
+    """Position p reads the hidden state of token p and the embedding of token p + 1, and drafts token p + 2.
 
         x = layer(W [embedding_norm(embedding); hidden_norm(hidden)]),   hidden' = norm(x),   logits = head(hidden')
 

@@ -103,6 +103,8 @@ def _read_model(folder: Path, raw: dict[str, Any], target: ModelConfig) -> Draft
         raise ConfigError(f"{folder} has an EAGLE-3 head; give --speculate eagle3:{folder}")
     model = ModelConfig.from_hf(raw)
     _require_equal("vocabulary", model.vocab_size, target.vocab_size)
+    if model.linear_layers:  # a draft model's pages are the target's, and it has no slots
+        raise ConfigError(f"{folder} has a recurrent state, and only models without one can be draft models")
     return DraftSource("draft", folder, model)
 
 

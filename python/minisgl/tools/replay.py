@@ -6,7 +6,7 @@ It must make the same plans. Then the Engine view of the page can show any step.
 from __future__ import annotations
 
 import socket
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from concurrent.futures import Future
 from pathlib import Path
 from types import SimpleNamespace
@@ -131,9 +131,12 @@ class _Engine(SimpleNamespace):
     def launch(self, plan: BatchPlan) -> _Output:
         entry = self.replay.entry
         if checksum(plan) != entry.plan:
-            raise ReplayError(f"step {entry.step} has another plan than in the record: {plan.slots}")
+            raise ReplayError(f"step {entry.step} has another plan than in the record: {plan.sequences}")
         entry.plan = 0
         return _Output(plan, self.replay)
+
+    def read_adapter(self, source: str) -> None:
+        pass
 
     def step_costs(self) -> StepCosts | None:
         costs: StepCosts | None = self.costs
@@ -159,7 +162,9 @@ class _Grammars(Grammars):
         super().__init__()
         self._replay = replay
 
-    def submit(self, req: Req) -> None:
+    def submit(self, req: Req, read_adapter: Callable[[str], None]) -> None:
+        if not req.sampling_params.has_masks and req.sampling_params.adapter is None:
+            return
         self._jobs[req.uid] = req, Future(), 0.0
         req.status = Status.COMPILING
 
@@ -167,9 +172,10 @@ class _Grammars(Grammars):
         for uid, failure in self._replay.entry.compiled:
             req = self._jobs.pop(uid)[0]
             if failure is None:
-                req.matcher = _Matcher()  # type: ignore[assignment]
                 req.status = Status.WAITING
-                self.num_matchers += 1
+                if req.sampling_params.has_masks:
+                    req.matcher = _Matcher()  # type: ignore[assignment]
+                    self.num_matchers += 1
             yield req, failure.error() if failure else None
 
     def wait(self, seconds: float) -> None:

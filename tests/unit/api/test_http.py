@@ -10,7 +10,9 @@ import pytest
 from starlette.requests import Request
 
 from minisgl.api import http
+from minisgl.api.requests import SamplingDefaults, ServedModel
 from minisgl.core.errors import RequestError
+from minisgl.core.params import Limits
 from minisgl.settings.options import ServerArgs
 
 
@@ -18,6 +20,7 @@ class Body(msgspec.Struct):
     prompt: str
 
 
+MODEL = ServedModel("demo", Limits(max_model_len=9, vocab_size=9), SamplingDefaults())
 TEXT = '{"prompt": "grün"}'
 
 
@@ -48,7 +51,7 @@ def test_a_body_must_be_json_in_utf_8(body: bytes, headers: dict[str, str], mess
     fields = {"content-type": "application/json", **headers}
     head = [(name.encode(), value.encode()) for name, value in fields.items()]
     request = Request({"type": "http", "method": "POST", "headers": head}, receive)
-    reading = http.read_request(request, Body, ServerArgs(), "demo")
+    reading = http.read_request(request, Body, ServerArgs(), MODEL)
     if message is None:
         assert asyncio.run(reading) == Body("grün")
         return
@@ -66,5 +69,5 @@ def test_a_body_that_does_not_come_is_given_up(monkeypatch: pytest.MonkeyPatch) 
 
     scope = {"type": "http", "method": "POST", "headers": [(b"content-type", b"application/json")]}
     with pytest.raises(RequestError, match="the body did not arrive in time") as e:
-        asyncio.run(http.read_request(Request(scope, receive), Body, ServerArgs(), "demo"))
+        asyncio.run(http.read_request(Request(scope, receive), Body, ServerArgs(), MODEL))
     assert e.value.status == 408

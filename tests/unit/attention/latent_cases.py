@@ -44,9 +44,9 @@ def check_latents(
         pages = QuantizedPages(apart(q.view(pages.shape)), scale.view(pages.shape[:-1]).contiguous())
     batch = make_batch(spans)
     if max_queries > 1:
-        for slot in batch.slots[: sum(n <= max_queries for n, _ in mix)]:
-            slot["flags"] |= Flag.FROM_DEVICE
-        batch = replace(batch, shape=step_shape(batch.slots))
+        for sequence in batch.sequences[: sum(n <= max_queries for n, _ in mix)]:
+            sequence["flags"] |= Flag.FROM_DEVICE
+        batch = replace(batch, shape=step_shape(batch.sequences))
     batch, table = on(batch, device), table.to(device)
     positions, generator = batch.positions.long(), torch.Generator().manual_seed(1)
     out_loc = table[batch.token_rows.long(), positions // page_size].long() * page_size + positions % page_size
@@ -61,13 +61,13 @@ def check_latents(
     )
     size = kind.heads * (kind.nope_dim + kind.rope_dim)
     projected = torch.randn(len(positions), size + width, generator=generator).to(device, dtype)
-    spec = MixerSpec(device, dtype, page_size, len(mix) + 1, max_queries, fp8_cache)
+    spec = MixerSpec(device, dtype, kind, page_size, len(mix) + 1, max_queries, fp8_cache)
     results = []
     for make, ops in ((LatentMixer, OpTable()), (TritonLatents, OpTable(store_latents=store_latents))):
         own = QuantizedPages(apart(pages.data), pages.scale.clone()) if fp8_cache else apart(pages)
         queries, latents = projected.clone().tensor_split([size], 1)
         inputs = queries.view(len(positions), kind.heads, -1), latents
-        out = make(kind, spec, ops).prepare(batch, table, out_loc).attend(*inputs, heads, own)
+        out = make(spec, ops).prepare(batch, table, out_loc).attend(*inputs, heads, own)
         dense = own.dense(table.unique().long()) if fp8_cache else own.float()
         results.append((out, *inputs, dense.nan_to_num()))
     (want, *before), (out, *after) = results

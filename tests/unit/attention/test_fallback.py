@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 import torch
 
-from minisgl.attention.backend import Attention, AttentionBackend, AttentionSpec, ReferenceAttention
+from minisgl.attention.backend import Attention, AttentionBackend, MixerSpec, ReferenceAttention
 from minisgl.attention.selection import ATTENTION, Requirements, resolve_attention
 from minisgl.core.errors import ConfigError
 from minisgl.core.registry import Registry
@@ -17,7 +17,7 @@ from minisgl.core.specs import GroupedQuery
 from minisgl.ops.table import resolve_ops
 
 KIND = GroupedQuery(16, 8, 128, 1.0)
-SPEC = AttentionSpec("cuda", torch.bfloat16, KIND, 128)
+SPEC = MixerSpec("cuda", torch.bfloat16, KIND, 128)
 NINJA = "Ninja build failed. Ninja output:\n[1/9] nvcc x.cu\nx.cu(7): error: no such thing\nninja: build stopped"
 
 
@@ -50,7 +50,7 @@ def registry(monkeypatch: pytest.MonkeyPatch) -> Registry[type[AttentionBackend]
 
 
 def resolve(choice: str, max_queries: int = 1) -> Attention:
-    spec = AttentionSpec("cpu", torch.float32, GroupedQuery(4, 2, 8, 1.0), 4, max_queries=max_queries)
+    spec = MixerSpec("cpu", torch.float32, GroupedQuery(4, 2, 8, 1.0), 4, max_queries=max_queries)
     attention, other = resolve_attention(choice, [spec, spec], resolve_ops("cpu"))  # one warning for both
     assert attention.name == other.name and attention.decode is not other.decode
     return attention
@@ -124,7 +124,7 @@ def test_optional_backends_name_their_requirements(monkeypatch: pytest.MonkeyPat
     assert ATTENTION.refusal("fa3", SPEC) == "compute capability 9.0 is needed, this GPU has 8.0"
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda: (9, 0))
     assert ATTENTION.refusal("fa3", SPEC) is None
-    small = AttentionSpec("cuda", torch.bfloat16, KIND, 64)
+    small = MixerSpec("cuda", torch.bfloat16, KIND, 64)
     assert ATTENTION.refusal("fa3", small) == "page size 64 is not one of 128, 256, 512, 1024"
     windowed = replace(SPEC, kind=replace(KIND, window=512))
     assert ATTENTION.refusal("fi", windowed) is None

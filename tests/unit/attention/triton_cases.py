@@ -10,7 +10,7 @@ import torch
 
 from contract.harness import Span, make_batch
 from contract.test_attention import give_back, setting, sinks_of
-from minisgl.attention.backend import AttentionSpec
+from minisgl.attention.backend import MixerSpec
 from minisgl.attention.triton import TritonAttention
 from minisgl.core.layout import Flag
 from minisgl.core.plan import Batch, SeqLayout, StepShape
@@ -51,15 +51,15 @@ class Case:
         self.kv_heads, self.dim, self.page_size = pages.shape[2], dim, page_size
         batch = make_batch(self.spans)
         if max_queries > 1:  # the first sequences decode
-            for slot in batch.slots[: next((i for i, (n, _) in enumerate(mix) if n > max_queries), len(mix))]:
-                slot["flags"] |= Flag.FROM_DEVICE
-            batch = replace(batch, shape=step_shape(batch.slots))
+            for sequence in batch.sequences[: next((i for i, (n, _) in enumerate(mix) if n > max_queries), len(mix))]:
+                sequence["flags"] |= Flag.FROM_DEVICE
+            batch = replace(batch, shape=step_shape(batch.sequences))
         self.batch = on(batch, device)
         softcap, has_sinks = option
         self.sinks = sinks_of(q.shape[1]).to(device) if has_sinks else None
         scale = dim**-0.5
         self.kind = GroupedQuery(q.shape[1], self.kv_heads, dim, scale, window, softcap=softcap, has_sinks=has_sinks)
-        spec = AttentionSpec(device, dtype, self.kind, page_size, len(mix) + 1, max_queries)
+        spec = MixerSpec(device, dtype, self.kind, page_size, len(mix) + 1, max_queries)
         self.attention = TritonAttention(spec, OpTable())
         generator = torch.Generator().manual_seed(seed)
         positions = self.batch.positions.long()
@@ -157,7 +157,7 @@ def check_drafted(
     fp8_cache: bool = False,
     option: Option = PLAIN,
 ) -> None:
-    """Sequences with drafts by the kernel that decodes, with unused slots and a sequence that pads after them."""
+    """Sequences with drafts by the kernel that decodes, with unused sequences and a sequence that pads after them."""
     case = Case(mix, page_size, group, dim, dtype, device, 0, window, max_queries, option)
     if fp8_cache:
         case.attention = TritonAttention(replace(case.attention.spec, fp8_cache=True), OpTable())
@@ -184,7 +184,7 @@ def check_padded(
     window: int | None = None,
     option: Option = PLAIN,
 ) -> None:
-    """A step as graphs have it: unused decode slots without keys, and a chunk that only pads."""
+    """A step as graphs have it: unused decoding sequences without keys, and a chunk that only pads."""
     case = Case(mix, 64, group, dim, dtype, device, window=window, option=option)
     layout, used, extra = case.batch.layout, len(case.q), 5
     decodes = next((i for i, (queries, _) in enumerate(mix) if queries > 1), len(mix))

@@ -82,6 +82,8 @@ PARAMETERS = {
     "gemma-3-12b": 11.77e9,
     "gemma-3-27b": 27.01e9,
     "glm-4.7-flash": 29.94e9,  # as "30B" is published, without the layer that predicts further tokens
+    "qwen3.5-0.8b": 0.752e9,  # the text part without its layer for drafts; published are 0.8B and 35B
+    "qwen3.5-35b-a3b": 34.66e9,
     "gemma-4-12b": 11.9e9,  # not published: Gemma 3 12B's sizes with Gemma 4's heads
 }
 ROPES = {

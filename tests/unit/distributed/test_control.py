@@ -12,7 +12,7 @@ import numpy as np
 import pytest
 
 from minisgl.core.errors import ConfigError, InvariantError, RankError
-from minisgl.core.layout import SLOT, Flag
+from minisgl.core.layout import SEQUENCE, Flag
 from minisgl.core.params import Limits
 from minisgl.core.plan import BatchPlan, StepResult
 from minisgl.distributed.group import Group, meet
@@ -36,8 +36,8 @@ def meet_all(places: list[Rendezvous], settings: list[dict[str, str]]) -> list[F
 
 
 def plan(step: int) -> BatchPlan:
-    slots = np.array([(0, 0, step, Flag.SAMPLES)], SLOT)
-    return BatchPlan(step, slots, np.arange(step, dtype=np.int32))
+    sequences = np.array([(0, 0, step, Flag.SAMPLES)], SEQUENCE)
+    return BatchPlan(step, sequences, np.arange(step, dtype=np.int32))
 
 
 def free_address() -> tuple[str, int]:
@@ -144,7 +144,7 @@ class Echo:
 
     def launch(self, plan: BatchPlan) -> Echo.Output:
         self.steps.append(plan.step)
-        return Echo.Output(int(plan.slots["stop"][0]) + self.error)
+        return Echo.Output(int(plan.sequences["stop"][0]) + self.error)
 
     class Output:
         def __init__(self, token: int) -> None:

@@ -11,8 +11,9 @@ from minisgl.distributed.communicator import Communicator, SoloCommunicator
 from minisgl.distributed.info import DistributedInfo
 from minisgl.distributed.tensor_parallel import VocabParallel
 from minisgl.engine.memory import require_even
-from minisgl.layers.builder import Builder, Source
+from minisgl.layers.builder import Builder
 from minisgl.layers.linear import Linear
+from minisgl.layers.parameter import Source
 from minisgl.models.weight import fill_dummy
 from minisgl.ops.sampling import gumbel_noise
 from minisgl.ops.table import load_ops

@@ -131,7 +131,7 @@ def test_ranks_take_the_same_steps(monkeypatch: pytest.MonkeyPatch) -> None:
 
         def run(plan: BatchPlan, per_token: float = per_token, seen: list[bytes] = seen, c: Any = clock) -> Any:
             c.now += step_seconds(StepCosts(1e-3, per_token), plan)
-            seen.append(plan.slots.tobytes())
+            seen.append(plan.sequences.tobytes())
             return lambda: None
 
         measure_costs(run, SPEC, Blocks(10_000), is_async=False)  # type: ignore[arg-type]
@@ -149,7 +149,7 @@ def test_steps_with_drafts_are_timed_where_the_device_drafts(monkeypatch: pytest
             lengths[row] = length
         seconds = step_seconds(true, plan)
         if plan.has_drafts:
-            for row, start, stop, _ in plan.slots.tolist():
+            for row, start, stop, _ in plan.sequences.tolist():
                 assert start == lengths[row] - 1 + SLACK and stop - start in (1, 2, 5)
             seconds = 1e-3 + true.base + 0.1 * true.per_token * int(plan.widths.sum())
         clock.now += seconds

@@ -19,7 +19,7 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from minisgl.core.errors import ConfigError
-from minisgl.core.layout import SLOT, Flag
+from minisgl.core.layout import SEQUENCE, Flag
 from minisgl.core.params import SamplingParams
 from minisgl.core.plan import BatchPlan, StepCosts
 from minisgl.device.device import CpuDevice
@@ -70,6 +70,16 @@ HEAD: dict[str, Any] = MODEL | {
     "max_position_embeddings": 64,
     "tie_word_embeddings": False,
     "eagle_config": {"eagle_aux_hidden_state_layer_ids": LAYERS},
+}
+
+RECURRENT: dict[str, Any] = MODEL | {
+    "architectures": ["Qwen3_5ForCausalLM"],
+    "model_type": "qwen3_5_text",
+    "partial_rotary_factor": 0.5,
+    "linear_num_key_heads": 2,
+    "linear_num_value_heads": 4,
+    "linear_key_head_dim": 8,
+    "linear_value_head_dim": 16,
 }
 
 
@@ -263,7 +273,7 @@ def seen_drafts(monkeypatch: pytest.MonkeyPatch) -> list[tuple[list[int], list[i
             texts[row] = texts.get(row, [])[:first] + records[4 : records[0]]
             records = records[records[0] :]
         out, column = run_cpp(runner, plan, masks), 0
-        for row, start, stop, flags in plan.slots.tolist():
+        for row, start, stop, flags in plan.sequences.tolist():
             width = stop - start if flags & Flag.DRAFTS else flags & Flag.SAMPLES
             if flags & Flag.DRAFTS:
                 seen.append((list(texts[row]), runner.parts.drafting.drafts[row, : width - 1].tolist()))
@@ -378,8 +388,8 @@ def test_auto_takes_what_is_worth_more(right_by_head: float, right_by_host: floa
     drafts.ready[DEVICE] = 8
     for source, rate in ((DEVICE, right_by_head), (HOST, right_by_host)):
         drafts.accepted_weight[source], drafts.tried_weight[source] = 1000 * rate, 1000
-    slots = drafts.plan(1, np.zeros(1, np.intp), 100)
-    found = (0, False) if slots is None else (int(slots.counts[0]), len(slots.proposals) > 0)
+    planned = drafts.plan(1, np.zeros(1, np.intp), 100)
+    found = (0, False) if planned is None else (int(planned.counts[0]), len(planned.proposals) > 0)
     assert found == want
     assert (drafts.resumes_at[0] > 1) == (want[0] == 0)
 
@@ -388,11 +398,11 @@ def test_auto_takes_what_is_worth_more(right_by_head: float, right_by_host: floa
 def test_a_request_begins_with_what_others_have_shown(right: int) -> None:
     costs = StepCosts(1e-3, 0.0, plain=((1, 1e-3),), drafted=(((5, 1.5e-3),),), proposed=(((5, 1.2e-3),),))
     drafts, index = _drafts(costs), np.zeros(1, np.intp)
-    slots = np.array([(0, 50, 55, Flag.SAMPLES | Flag.FROM_DEVICE | Flag.DRAFTS)], SLOT)
+    sequences = np.array([(0, 50, 55, Flag.SAMPLES | Flag.FROM_DEVICE | Flag.DRAFTS)], SEQUENCE)
     confirmed = (np.arange(5) <= right).astype(np.int32)
     result: Any = SimpleNamespace(confirmed=confirmed, ready=np.full(5, 8, np.int32))
     for step in range(30):
-        drafts.collect(step, BatchPlan(step, slots), result)
+        drafts.collect(step, BatchPlan(step, sequences), result)
     drafts.add(SimpleNamespace(row=0, sampling_params=SamplingParams()))  # type: ignore[arg-type]
     by_head, by_host = drafts._rates(index)[:, 0]
     assert by_head > 0.95 if right else by_head < 0.5
@@ -409,6 +419,7 @@ def test_a_request_begins_with_what_others_have_shown(right: int) -> None:
         ("draft", {"vocab_size": 98}, "has a vocabulary of 98, and the model one of 97"),
         ("draft", {"architectures": ["Bert"]}, "model architecture Bert is not supported"),
         ("draft", HEAD, "has an EAGLE-3 head; give --speculate eagle3:"),
+        ("draft", RECURRENT, "has a recurrent state, and only models without one can be draft models"),
         ("eagle3", {}, "has architectures=.'Qwen3ForCausalLM'., not LlamaForCausalLMEagle3"),
         ("eagle3", HEAD | {"hidden_size": 64}, "has a hidden size of 64, and the model one of 32"),
         ("eagle3", HEAD | {"vocab_size": 98}, "has a vocabulary of 98, and the model one of 97"),

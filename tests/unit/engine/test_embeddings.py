@@ -10,7 +10,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from transformers import LlamaConfig, MistralConfig, Qwen2Config, Qwen3Config
+from transformers import LlamaConfig, MistralConfig, Qwen2Config, Qwen3_5TextConfig, Qwen3Config
 
 from contract.harness import MiniEngine, Span
 from minisgl import LLM, SamplingParams
@@ -42,6 +42,15 @@ COMMON: dict[str, Any] = {
     "num_key_value_heads": 2,
     "initializer_range": 0.15,
 }
+HYBRID = Qwen3_5TextConfig(
+    **COMMON,
+    head_dim=32,
+    layer_types=["linear_attention", "full_attention", "linear_attention"],
+    linear_num_key_heads=2,
+    linear_num_value_heads=4,
+    linear_key_head_dim=16,
+    linear_value_head_dim=16,
+)
 RNG = random.Random(0)
 PROMPTS = [[RNG.randrange(4096) for _ in range(n)] for n in (1, 90, 37, 200, 16, 255)]
 
@@ -61,6 +70,17 @@ def model(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFacto
     return save_embedding_model(
         tmp_path_factory.mktemp("m"), config, pooling, normalises=False, architecture=architecture
     )
+
+
+@pytest.mark.parametrize("pooling", ["last", "mean"])
+def test_models_with_other_state(pooling: str, tmp_path: Path) -> None:
+    """A recurrent one; a prompt that goes on from a snapshot gives what it gave."""
+    model = save_embedding_model(tmp_path, HYBRID, pooling, normalises=False, architecture="Qwen3_5ForCausalLM")
+    with LLM(str(model.folder), threads=1, max_prefill_length=64) as llm:
+        answers = Embeddings(llm)
+        for _ in range(2):
+            assert_equal(answers.of(*PROMPTS[1:4]), model, PROMPTS[1:4])
+        assert (llm.scheduler.stats.cached_tokens > 200) == (pooling == "last")
 
 
 class Embeddings:

@@ -46,6 +46,11 @@ def config(folder: Path, shape: dict[str, Any], **options: Any) -> EngineConfig:
         ({}, {"dtype": "float32"}, "weights in float32 131.0 GB"),
         (SHAPES["qwen3-0.6b"], {"num_pages": 10**8}, r"--num-pages 100000000 \d+\.\d GB; give a smaller number"),
         (SHAPES["qwen3-0.6b"], {"max_running_requests": 10**8}, r"--max-running-requests 100000000 \d+\.\d GB; give"),
+        (
+            SHAPES["qwen3-0.6b"],
+            {"lora_dynamic": "/adapters", "max_loras": 1000, "max_lora_rank": 256},
+            r"--max-loras 1000 \d+\.\d GB, .*; give a smaller number, or a lower --max-lora-rank",
+        ),
         ({}, {"tp": 3}, "attention heads cannot be divided among 3 ranks"),
         ({"intermediate_size": 25601}, {"tp": 2}, "intermediate features cannot be divided among 2 ranks"),
         ({}, {"tp": 64}, "--tp 64 is too much for a machine of 2 cores"),

@@ -17,12 +17,12 @@ import torch
 from minisgl.core.message import AbortMsg, UserMsg, ids_from_bytes, ids_to_bytes
 from minisgl.core.params import Grammar, SamplingParams
 from minisgl.core.plan import FinishReason
+from minisgl.core.specs import GatedDelta
 from minisgl.device.device import CpuDevice, Device
 from minisgl.engine.engine import Engine
 from minisgl.engine.resolve import resolve
 from minisgl.kvcache import storage, tree
 from minisgl.kvcache.snapshots import IdPool
-from minisgl.models.model_config import LinearConfig
 from minisgl.scheduler.budget import LoadBudget, Pace
 from minisgl.scheduler.check import check_idle
 from minisgl.scheduler.grammars import Grammars
@@ -42,7 +42,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return write_tiny_model(tmp_path_factory.mktemp("tiny"), 128)
 
 
-LINEAR = LinearConfig(key_heads=2, value_heads=4, key_dim=8, value_dim=8, width=3)
+LINEAR = GatedDelta(key_heads=2, value_heads=4, key_dim=8, value_dim=8, width=3)
 Requests = list[tuple[list[int], SamplingParams]]
 
 
@@ -270,7 +270,7 @@ def hybrid(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 def test_gated_delta_in_cpp(hybrid: Path) -> None:
     """Texts are those of single requests, op by op, through chunks, prefix hits, preemption and drafts."""
-    requests = [(prompt, params) for prompt, params in make_requests(7) if params.grammar is None]
+    requests = make_requests(7)
     alone, _ = run(hybrid, CpuDevice(1), requests, max_running_requests=1, cache_type="naive", speculate="off")
     each: list[dict[str, object]] = [
         {"page_size": 4, "max_prefill_length": 16, "speculate": "off"},
@@ -351,10 +351,11 @@ def test_snapshots_come_back_from_tiers_as_they_were(
     assert counts[2][2] > counts[1][2], "the file was of no use"
 
 
-def test_aborts_while_late_leave_the_others_untouched(folder: Path) -> None:
-    requests = make_requests(3)
-    whole, _ = run(folder, CpuDevice(1), requests, page_size=4, max_prefill_length=16)
+@pytest.mark.parametrize("recurs", [False, True])
+def test_aborts_while_late_leave_the_others_untouched(folder: Path, recurs: bool) -> None:
+    requests, options = make_requests(3), {"page_size": 4, "max_prefill_length": 16, "recurs": recurs}
+    whole, _ = run(folder, CpuDevice(1), requests, **options)
     aborts = frozenset(range(0, 24, 3))
-    late, _ = run(folder, LateDevice(1), requests, aborts, page_size=4, max_prefill_length=16)
+    late, _ = run(folder, LateDevice(1), requests, aborts, **options)
     for uid, tokens in late.items():
         assert tokens == whole[uid][: len(tokens)] if uid in aborts else tokens == whole[uid]

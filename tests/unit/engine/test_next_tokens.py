@@ -176,12 +176,16 @@ def test_answers_are_equal_with_and_without_drafts(dummy: Path, layout: dict[str
 
 @pytest.mark.parametrize("kind", ["deepseek", "qwen"])
 def test_answers_of_latents_and_recurrent_states_are_equal(kind: str, tmp_path: Path) -> None:
-    """Some drafts are right and others are not, so states must not hold these; `auto` drafts with the layer, too."""
+    """Some drafts are right and others are not, so states must not hold these; `auto` drafts with the layer, too.
+
+    A draft model may have latents, and draft for a model with a recurrent state.
+    """
     model = write(tmp_path / kind, CONFIGS[kind], random_weights(kind))
+    draft = write(tmp_path / "draft", CONFIGS["deepseek" if kind == "qwen" else "glm"], {})
     requests = make_requests(random.Random(6), 9)
     layout: dict[str, Any] = {"page_size": 16, "max_prefill_length": 48, "num_pages": 40, "dummy_weight": False}
     plain, _ = run(model, requests, device=CpuDevice(1), **layout)
-    for speculate in ("mtp", "auto"):
+    for speculate in ("mtp", "auto", f"draft:{draft}"):
         drafted, scheduler = run(model, requests, 1, LateDevice(1), speculate=speculate, num_draft_tokens=3, **layout)
         assert drafted.tokens == plain.tokens and drafted.ends == plain.ends
         assert 0 < scheduler.stats.accepted_tokens < scheduler.stats.drafted_tokens

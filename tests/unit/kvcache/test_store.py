@@ -8,7 +8,7 @@ import torch
 
 from minisgl.core.layout import FULL, STATE, WINDOW
 from minisgl.core.specs import Paged, PerRow
-from minisgl.kvcache.arena import ALIGNMENT, MAX_WASTE, divide
+from minisgl.kvcache.arena import ALIGNMENT, MAX_WASTE, Blocks, divide
 from minisgl.kvcache.store import LayerState, StateStore
 from minisgl.ops.quantized import E4M3, QuantizedPages
 from support.store import kv_store
@@ -63,6 +63,10 @@ def test_states_of_all_groups_have_memory_of_their_own(dtype: torch.dtype) -> No
         part.view(torch.uint8)[[*ids[group], store.dummy(group)]] = value
     for value, (part, _, group) in enumerate(parts):
         assert part.view(torch.uint8)[[*ids[group], store.dummy(group)]].eq(value).all()
+
+
+def test_two_blocks_are_a_page_and_a_slot() -> None:
+    assert Blocks(2, (5, 1, 3)).spread()[::2] == [range(5), range(3, 6)]
 
 
 def tensors(state: LayerState) -> list[torch.Tensor]:

@@ -9,8 +9,9 @@ from transformers.models.gemma3.modeling_gemma3 import Gemma3RMSNorm
 from transformers.models.llama.modeling_llama import LlamaRotaryEmbedding
 
 from contract.checkpoints import COMMON, SCALED_ROPES, YARN_OPTIONS, YARN_ROPE, architecture, configurations
-from minisgl.layers.builder import Builder, Source
+from minisgl.layers.builder import Builder
 from minisgl.layers.linear import Embedding, Linear, RMSNorm, Stream
+from minisgl.layers.parameter import Source
 from minisgl.layers.rotary import cos_sin_table, inverse_frequencies
 from minisgl.models.llama import LlamaForCausalLM
 from minisgl.models.mlp import SparseMLP

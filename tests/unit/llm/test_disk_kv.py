@@ -15,6 +15,7 @@ from minisgl.checkpoint.hf import BUILTIN_MODEL
 from minisgl.core.errors import ConfigError
 from minisgl.kvcache import storage
 from minisgl.scheduler.budget import LoadBudget, Pace
+from support.next_tokens import write_hybrid
 
 pytestmark = pytest.mark.usefixtures("fixed_costs")
 
@@ -84,15 +85,22 @@ def test_the_next_process_finds_what_was_evicted(options: dict[str, Any], disk: 
         assert counts(llm)[1] >= 2 * (prompt_tokens // page - len(PROMPTS)) and counts(llm)[2] == 0
 
 
-def test_two_ranks_find_their_shards(tmp_path: Path, warnings: list[str]) -> None:
+@pytest.mark.parametrize("is_hybrid", [pytest.param(False, marks=pytest.mark.slow), True])
+def test_two_ranks_find_their_shards(is_hybrid: bool, tmp_path: Path, warnings: list[str]) -> None:
+    """Of pages, and of recurrent states with their snapshots."""
+    folder = tmp_path / "model"
+    folder.mkdir()
+    model = {"model": str(write_hybrid(folder)), "dummy_weight": True} if is_hybrid else {}
     options = {
         **TIGHT,
+        **model,
         "tp": 2,
         "max_running_requests": 2,
         "page_size": 8,
-        "num_pages": 32,
-        "disk_kv": f"{tmp_path}:50M",
+        "num_pages": 64 if is_hybrid else 32,
+        "disk_kv": f"{tmp_path / 'kv'}:50M",
     }
+    tmp_path /= "kv"
     with LLM(**options) as llm:
         alone = tokens(llm)
     with LLM(**options) as llm:

@@ -221,7 +221,7 @@ def test_a_chat_prompts_as_the_server_does(llm: LLM) -> None:
         ("chat", "tool", "; did you mean tools?"),
         ("stream", "n", "; write SamplingParams(n=...)"),
         ("embed", "dimension", "; did you mean dimensions?"),
-        ("generate", "lora_request", ""),
+        ("generate", "lora_request", '; write lora="NAME", an adapter of LLM(lora={"NAME": PATH})'),
     ],
 )
 def test_an_unknown_keyword_says_what_to_write(llm: LLM, method: str, keyword: str, hint: str) -> None:

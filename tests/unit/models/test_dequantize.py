@@ -14,7 +14,7 @@ from torch import Tensor
 from minisgl.checkpoint.quantization import read_quantization
 from minisgl.core.errors import ConfigError
 from minisgl.device.device import CpuDevice
-from minisgl.layers.builder import Init, Parameter, Source
+from minisgl.layers.parameter import Init, Parameter, Source
 from support.weights import load_weights
 
 ROWS, COLUMNS = 48, 160

@@ -21,8 +21,9 @@ from minisgl.device.device import CpuDevice
 from minisgl.distributed.communicator import SoloCommunicator
 from minisgl.distributed.info import DistributedInfo
 from minisgl.engine.fit import QUANTIZATIONS
-from minisgl.layers.builder import Builder, Init, Parameter, Source
+from minisgl.layers.builder import Builder
 from minisgl.layers.linear import RMSNorm, Stream
+from minisgl.layers.parameter import Init, Parameter, Source
 from minisgl.models import quantize, weight
 from minisgl.models.dequantize import Matrix
 from minisgl.models.llama import LlamaForCausalLM

@@ -17,7 +17,7 @@ from minisgl.checkpoint.hf import load_config
 from minisgl.core.errors import ConfigError
 from minisgl.distributed.communicator import SoloCommunicator
 from minisgl.distributed.info import DistributedInfo
-from minisgl.layers.builder import Init, Parameter, Source
+from minisgl.layers.parameter import Init, Parameter, Source
 from minisgl.models import weight
 from minisgl.models.llama import LlamaForCausalLM
 from minisgl.models.mlp import GatedMLP, SparseMLP

@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 
 from minisgl.core.errors import ConfigError
-from minisgl.core.layout import SLOT
+from minisgl.core.layout import SEQUENCE
 from minisgl.core.message import ids_from_bytes
 from minisgl.core.plan import TILE_TOKENS, BatchPlan, FinishReason, StepCosts
 from minisgl.scheduler.budget import FLOOR_TOKENS, LARGE_TILE_TOKENS, QUEUE_S, Pace, StepBudget
@@ -105,9 +105,9 @@ def test_invalid_settings_are_refused(options: dict[str, object], costs: StepCos
 
 def test_chunk_costs_add_up_over_its_tokens() -> None:
     costs = StepCosts(1e-3, 2e-6, 3e-8, 5e-9)
-    slots = np.array([(0, 99, 100, 3), (1, 40, 41, 3), (2, 1000, 1300, 1)], SLOT)
+    sequences = np.array([(0, 99, 100, 3), (1, 40, 41, 3), (2, 1000, 1300, 1)], SEQUENCE)
     want = costs.decode_seconds(2, 139) + costs.chunk_seconds(1000, 300)
-    assert step_seconds(costs, BatchPlan(1, slots)) == pytest.approx(want)
+    assert step_seconds(costs, BatchPlan(1, sequences)) == pytest.approx(want)
 
 
 def run_burst(target: float) -> tuple[float, float]:

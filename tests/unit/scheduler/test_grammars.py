@@ -51,7 +51,7 @@ def test_a_synchronous_engine_gets_masks_with_its_plans() -> None:
         h.add([1, 2, i], 20, ignore_eos=True, **grammar(f"{i} 99") if i else {})
     h.finish_all()
     h.check_outputs()
-    masked = [plan for plan in map(unpacked, engine.plans) if (plan.slots["flags"] & Flag.MASKED).any()]
+    masked = [plan for plan in map(unpacked, engine.plans) if (plan.sequences["flags"] & Flag.MASKED).any()]
     assert len(masked) >= 20 and all(len(plan.masks) for plan in masked)
 
 
@@ -136,7 +136,7 @@ def test_a_compiler_bug_fails_one_request_only(monkeypatch: pytest.MonkeyPatch) 
     h = Harness(FakeEngine(vocab=101), 1)
     uid, other = h.add([1, 2, 3], 20, **grammar("3 99")), h.add([1, 2], 5)
     h.finish_all()
-    assert h.errors[uid] == "compiling the grammar failed: oh"
+    assert h.errors[uid] == "preparing the request failed: oh"
     assert h.endings[other] is not FinishReason.ERROR
 
 

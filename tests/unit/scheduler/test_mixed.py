@@ -19,7 +19,7 @@ def test_steps_mix_prompts_and_decoding_only_if_enabled(depth: int, is_mixed: bo
     launch = engine.launch
 
     def recorded(plan: BatchPlan):
-        kinds.append(set(((plan.slots["flags"] & Flag.FROM_DEVICE) != 0).tolist()))
+        kinds.append(set(((plan.sequences["flags"] & Flag.FROM_DEVICE) != 0).tolist()))
         return launch(plan)
 
     engine.launch = recorded  # type: ignore[method-assign]

@@ -198,3 +198,18 @@ def test_exit_answers_every_request_once(depth: int) -> None:
         h.drain_replies()
         assert sorted(h.endings) == sorted(h.requests)
         h.check_outputs()
+
+
+@pytest.mark.parametrize("speculate", ["off", "ngram", pytest.param("tree", marks=pytest.mark.slow)])
+@pytest.mark.parametrize(("depth", "slots"), [(0, 1), (1, 2), (2, 3)])
+def test_random_traces_with_adapters(depth: int, slots: int, speculate: str) -> None:
+    """Of more adapters than slots; a step, a page or a draft of another one would change the text."""
+    hits = loads = refused = 0
+    for seed in range(SEEDS):
+        number = 2000 + 100 * depth + seed
+        kinds = ("", "state", "window")[seed % 3]
+        h, counts = run_random_trace(number, depth, speculate, bounded=kinds, deaths=number % 2, adapter_slots=slots)
+        hits += h.scheduler.stats.cached_tokens
+        refused += counts[FinishReason.ERROR]
+        loads += h.engine.num_loads
+    assert hits > 10 * SEEDS and loads > 3 * SEEDS and refused > SEEDS

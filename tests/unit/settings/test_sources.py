@@ -46,7 +46,8 @@ def test_model_may_be_positional_but_not_given_twice() -> None:
 def test_flags_of_other_engines_set_our_options() -> None:
     flags = (
         "m --max-model-len 32k --max-num-seqs 8 --enforce-eager --no-enable-prefix-caching --seed 3 -tp 2 --attn fa "
-        "--served-model-name a b --api-key k1,k2 --api-key k3 --no-enable-lora --disable-overlap-schedule"
+        "--served-model-name a b --api-key k1,k2 --api-key k3 --no-enable-lora --disable-overlap-schedule "
+        "--enable-lora --max-loras-per-batch 4 --lora-dtype auto --lora-modules a=/x b=/y --lora c=z"
     )
     args = parse_args(flags.split())
     engine = args.scheduler.engine
@@ -54,6 +55,7 @@ def test_flags_of_other_engines_set_our_options() -> None:
     assert (engine.cuda_graph_max_bs, engine.tp, engine.attention_backend) == (0, 2, "fa3")
     assert (args.scheduler.cache_type, args.scheduler.sampling_seed, args.scheduler.overlap) == ("naive", 3, False)
     assert (args.served_model_name, args.load_keys()) == ("a,b", {"k1": 0, "k2": 0, "k3": 0})
+    assert (engine.lora, engine.max_loras) == ("a=/x,b=/y,c=z", 4)
 
 
 def test_the_last_of_two_flags_counts() -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import os
 import re
 from typing import Any
@@ -13,7 +14,10 @@ if os.environ.get("TRITON_INTERPRET") == "1":
 triton = pytest.importorskip("triton")
 backends = pytest.importorskip("triton.backends.compiler")
 
+import torch  # noqa: E402
+
 from minisgl.kernels.triton import (  # noqa: E402
+    adapters,
     attention_decode,
     attention_latent,
     attention_prefill,
@@ -229,20 +233,23 @@ def test_attention_compiles(dim: int, is_fp8: bool, has_options: bool):
     assert compile_kernel(attention_prefill.prefill_attention, pointers, every, num_warps=8)
 
 
-@pytest.mark.parametrize(("is_fp8", "tile", "stages"), [(False, 64, 3), (True, 32, 5)])
-def test_attention_to_latents_compiles(is_fp8: bool, tile: int, stages: int):
-    """With the tiles of `TritonLatents` for 20 heads of GLM-4.7-Flash."""
+@pytest.mark.parametrize(
+    ("is_fp8", "heads", "tile", "stages"), [(False, 20, 64, 3), (True, 20, 32, 5), (False, 16, 32, 5)]
+)
+def test_attention_to_latents_compiles(is_fp8: bool, heads: int, tile: int, stages: int):
+    """With the tiles of `TritonLatents` for 20 heads of GLM-4.7-Flash, or 16 of a rank of DeepSeek V3."""
     pointers = dict.fromkeys(("q_ptr", "q_rope_ptr", "out_ptr", "latents_ptr", "weight_ptr"), "*bf16")
     pointers |= dict.fromkeys(("key_scale_ptr", "scale_ptr", "part_ptr", "lse_ptr", "cos_sin_ptr"), "*fp32")
     pointers |= dict.fromkeys(("page_table_ptr", "work_ptr", "kv_lens_ptr", "positions_ptr", "starts_ptr"), "*i32")
     pointers |= {"ends_ptr": "*i32", "pages_ptr": "*fp8e4nv" if is_fp8 else "*bf16", "out_loc_ptr": "*i64"}
     pointers |= {"scale": "fp32", "eps": "fp32", "q_scale_ptr": "*fp32"}
-    blocks = {"HEAD_BLOCKS": 1, "GROUP_SIZE": 20, "MAX_QUERIES": 1, "RANK": 512, "BLOCK_M": 32, "NUM_SPLITS": 132}
+    blocks = {"HEAD_BLOCKS": 1, "GROUP_SIZE": heads, "MAX_QUERIES": 1, "RANK": 512, "NUM_SPLITS": 132}
+    blocks["BLOCK_M"] = 16 if heads == 16 else 32
     own = {"ROPE_DIM": 64, "PAGE_SIZE": 64, "TILE_KEYS": tile, "NUM_STAGES": stages, "IS_FP8": is_fp8}
     ptx = compile_kernel(attention_latent.attend_latents, pointers, blocks | own, "ptx", True, num_warps=4)
     if not is_fp8:
         copies = re.findall(r"cp\.async\.cg\.shared.*?, (0x\w+)", ptx)
-        assert len(copies) >= 72 and set(copies) == {"0x10"} and "wgmma" in ptx
+        assert len(copies) >= 72 * tile // 64 and set(copies) == {"0x10"} and "wgmma" in ptx
     assert compile_kernel(attention_latent.merge_latents, pointers, blocks | {"ROWS": 4})
     sizes = {"NUM_HEADS": 20, "NOPE_DIM": 192, "ROPE_DIM": 64, "RANK": 512, "PAGE_SIZE": 64, "BLOCK_H": 16}
     assert compile_kernel(attention_latent._store_latents, pointers, sizes | {"IS_FP8": is_fp8}, num_warps=2)
@@ -272,3 +279,24 @@ def test_gated_delta_compiles():
         own = {name: pointers.get(name, "*bf16") for name in names if name.endswith("_ptr")}
         own |= {"eps": "fp32"} if "eps" in names else {}
         assert compile_kernel(kernel, own, constants, is_aligned=True)
+
+
+@pytest.mark.parametrize(
+    ("tokens", "rank", "n_rows", "gate"),
+    [(1, 16, 6144, ""), (64, 16, 24576, "silu"), (64, 48, 4096, ""), (4096, 64, 6144, ""), (2, 16, 1, "")],
+)
+def test_adapters_compile(tokens: int, rank: int, n_rows: int, gate: str):
+    """Weights and results move 16 bytes at a time; a projection of one output is of one in every launch."""
+    n_out, kind = n_rows // (2 if gate else 1), dict.fromkeys(("x_ptr", "a_ptr"), "*bf16")
+    options = adapters.launch_options(tokens, 8, 2 * rank, 4096, rank, n_out, torch.bfloat16)
+    names = ("num_warps", "num_stages")
+    shrink, expand = ({name: value for name, value in each.items() if name not in names} for each in options)
+    launch = [{name: each[name] for name in names if name in each} for each in options]
+    shrink, expand = shrink | {"PDL": tokens <= 64}, expand | {"PDL": tokens <= 64}
+    kind |= {"slots_ptr": "*i32", "sums_ptr": "*fp32", "tokens": "i32"}
+    ptx = compile_kernel(adapters._shrink, kind, shrink, "ptx", True, **launch[0])
+    assert set(re.findall(r"cp\.async\.c[ag]\.\S+ \[.*?\], \[.*?\], (0x\w+|\d+)", ptx)) == {"0x10"}
+    kind |= dict.fromkeys(("y_ptr", "out_ptr", "shift_ptr", "b_ptr"), "*bf16") | {"tiles_ptr": "*i32"}
+    expand |= {"ALIGNMENT": math.gcd(n_rows, 16), "GATE": gate} | ({"n_rows": 1} if n_rows == 1 else {})
+    ptx = compile_kernel(adapters._expand, kind, expand, "ptx", True, **launch[1])
+    assert n_rows == 1 or (".global.b16" not in ptx and "st.global.v4" in ptx)

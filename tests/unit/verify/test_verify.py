@@ -10,7 +10,7 @@ import pytest
 import torch
 
 from contract.checkpoints import configurations, save
-from contract.harness import MiniEngine, Span
+from contract.harness import MiniEngine
 from minisgl.checkpoint.hf import BUILTIN_MODEL
 from minisgl.core.errors import ConfigError
 from minisgl.engine.resolve import resolve
@@ -104,8 +104,12 @@ def test_outputs_may_differ_only_at_a_tie() -> None:
     assert compare("cached = cold", prompts, base, base, gap, tie=0.0).figure == "2 identical"
 
 
-def test_every_way_gives_logits_of_prefixes_of_the_texts(tmp_path: Path) -> None:
-    save(tmp_path, configurations()["qwen3-tied-wide-heads"])
+@pytest.mark.parametrize(
+    ("name", "few"), [("qwen3-tied-wide-heads", {"prefill": 3}), ("qwen3.5", {"prefill": 9, "prefix hit": 20})]
+)
+def test_every_way_gives_logits_of_prefixes_of_the_texts(tmp_path: Path, name: str, few: dict[str, int]) -> None:
+    """A block has a page, or two slots of recurrent states; with `few` a way ends with advice."""
+    save(tmp_path, configurations()[name])
     ids = list(range(150))
     texts = Texts(ids[:96], ids[50:70], ids[20:60], shared=64)
     for name, way in WAYS.items():
@@ -113,8 +117,9 @@ def test_every_way_gives_logits_of_prefixes_of_the_texts(tmp_path: Path) -> None
         assert len(cases) >= 5, name
         for prefix, logits in cases:
             assert any(sequence[: len(prefix)] == prefix for sequence in texts.sequences) and logits.shape == (160,)
-    with pytest.raises(ConfigError, match="KV cache is too small"):
-        MiniEngine.load(tmp_path, num_pages=3).step([Span(0, 0, ids)])
+    for name, count in few.items():
+        with pytest.raises(ConfigError, match="KV cache is too small"):
+            WAYS[name](MiniEngine.load(tmp_path, num_pages=count), texts)
 
 
 def test_texts_must_fit_into_the_context() -> None:

@@ -9,7 +9,18 @@ from typing import TYPE_CHECKING, Final
 import numpy as np
 import torch
 
-from minisgl.core.layout import FULL, NEWEST, NO_SLOTS, NOT_DRAFTED, PAGE_WRITE, ROW_STATE, SLOT, Flag, as_words, words
+from minisgl.core.layout import (
+    FULL,
+    NEWEST,
+    NO_SEQUENCES,
+    NOT_DRAFTED,
+    PAGE_WRITE,
+    ROW_STATE,
+    SEQUENCE,
+    Flag,
+    as_words,
+    words,
+)
 from minisgl.core.plan import Batch, BatchPlan, Sampling, SeqLayout, StepResult
 from minisgl.core.rounding import round_up
 from minisgl.engine.batch import expand
@@ -98,18 +109,25 @@ class StepInputs:
         self._turn += 1
         self._events[index].synchronize()  # the step that used this slot last has been executed
         counts, slot = self._counts(size, columns), self._host_array[index]
-        padded = replace(plan, slots=self._padded(plan.slots, size))
-        slots, x = padded.slots, expand(padded)
+        padded = replace(plan, sequences=self._padded(plan.sequences, size))
+        sequences, x = padded.sequences, expand(padded)
         slot[:2] = len(plan.page_writes), plan.row_states.nbytes // 4
         more_at = HEAD + 4 * sum(counts)
         entries, more = slot[HEAD:more_at].reshape(4, -1), slot[more_at : counts.words].reshape(3, -1)
-        at, count, first_token = x.logit_tokens, len(x.logit_tokens), columns + len(slots)
+        at, count, first_token = x.logit_tokens, len(x.logit_tokens), columns + len(sequences)
         entries[:, :count] = x.sample_rows, x.input_ids[at], x.draft_index[at], x.positions[at]
         entries[:, count:columns] = np.array([[self._dummy_row], [NEWEST], [NOT_DRAFTED], [0]])
         more[:, :count] = x.sample_flags, x.mask_index, at
         more[:, count:columns] = 0
-        last = np.where((slots["flags"] & Flag.DRAFTS) != 0, slots["stop"] - slots["start"] - 1, NOT_DRAFTED)
-        entries[:, columns:first_token] = slots["row"], last, last, slots["stop"] - 1  # their tokens are not read
+        last = np.where(
+            (sequences["flags"] & Flag.DRAFTS) != 0, sequences["stop"] - sequences["start"] - 1, NOT_DRAFTED
+        )
+        entries[:, columns:first_token] = (
+            sequences["row"],
+            last,
+            last,
+            sequences["stop"] - 1,
+        )  # their tokens are not read
         more[0, columns:] = x.cu_query_lens[:-1]
         entries[:, first_token:] = x.token_rows, x.input_ids, x.draft_index, x.positions
         stop = counts.words
@@ -124,24 +142,24 @@ class StepInputs:
             self._captures.copy_(self._host_captures[index], non_blocking=True)
         return count
 
-    def _padded(self, slots: Records, size: Size) -> Records:
-        """Return the slots with those of the dummy row.
+    def _padded(self, sequences: Records, size: Size) -> Records:
+        """Return the sequences with those of the dummy row.
 
-        Unused slots that decode have no token where chunks of prompts follow. Else each has as many as a row may have:
+        Unused decoding sequences have no token where chunks of prompts follow. Else each has as many as a row may have:
         the dummy row is not longer than others.
         """
-        decodes = int(np.count_nonzero(slots["flags"] & Flag.FROM_DEVICE))
-        missing = size.tokens - int((slots["stop"] - slots["start"]).sum())
+        decodes = int(np.count_nonzero(sequences["flags"] & Flag.FROM_DEVICE))
+        missing = size.tokens - int((sequences["stop"] - sequences["start"]).sum())
         unused = size.shape.decodes - decodes if size.shape.chunks else 0
-        pads = np.zeros(self._sequences_of(size) - len(slots), SLOT)
+        pads = np.zeros(self._sequences_of(size) - len(sequences), SEQUENCE)
         pads["row"], pads["flags"] = self._dummy_row, Flag.FROM_DEVICE
         if size.shape.chunks:
             pads["stop"][unused] = missing
         else:
             width = size.shape.queries
             pads["stop"] = np.clip(missing - width * np.arange(len(pads)), 0, width)
-        parts = slots[:decodes], pads[:unused], slots[decodes:], pads[unused:]
-        return np.concatenate([as_words(part) for part in parts]).view(SLOT).ravel()  # records take 10 us
+        parts = sequences[:decodes], pads[:unused], sequences[decodes:], pads[unused:]
+        return np.concatenate([as_words(part) for part in parts]).view(SEQUENCE).ravel()  # records take 10 us
 
     def result(self, lines: int, count: int) -> Pending:
         """The first `count` columns that the step sampled, whose kernels are all submitted."""
@@ -172,7 +190,7 @@ class StepInputs:
         count, nothing = size.sequences, self._inputs[:0]
         batch = Batch(
             shape=size.shape,
-            slots=NO_SLOTS,
+            sequences=NO_SEQUENCES,
             layout=SeqLayout(sequences[ROW, :count], sequences[END, :count], sequences[FIRST, : count + 1]),
             input_ids=tokens[ID],
             positions=tokens[POSITION],
@@ -182,6 +200,7 @@ class StepInputs:
             page_writes=nothing,
             row_states=nothing,
             captures=self._captures,
+            has_adapters=size.has_adapters,
         )
         return batch, self._out_loc[:, : size.tokens]
 
@@ -204,7 +223,7 @@ class StepInputs:
         assert drafting is not None, "the plan has DRAFTS, but there is no drafter"
         x = self._sequences
         rows, cu_query_lens = x[ROW, : self._max_rows], x[FIRST, : self._max_rows + 1]
-        lines = out.new_zeros(2, samples + 1)  # the last column is for unused slots
+        lines = out.new_zeros(2, samples + 1)  # the last column is for unused sequences
         lines[0] = 1
         state = drafting.lengths, drafting.history, drafting.last_token
         drafts.verify(out, self._tokens[ID], x[DRAFT_INDEX], rows, cu_query_lens, *state, lines[0])

@@ -26,6 +26,7 @@ if TYPE_CHECKING:
     from minisgl.device.cuda import CudaDevice
     from minisgl.engine.config import EngineSpec
     from minisgl.engine.runner import Parts, Runner
+    from minisgl.ops.adapters import AdapterWeights
     from minisgl.ops.quantized import Format
 
 _log = logging.getLogger("minisgl.engine")
@@ -46,6 +47,9 @@ class CudaRunners:
 
     def supports_format(self, kind: Format) -> bool:
         return self._has_fp8
+
+    def pack_adapter(self, weights: AdapterWeights) -> None:
+        """Do nothing: the kernels read the matrices as they are."""
 
     @staticmethod
     def choose_dtype(spec: EngineSpec) -> EngineSpec:

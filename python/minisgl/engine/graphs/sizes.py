@@ -21,7 +21,7 @@ LAUNCH_FLOPS: Final = 3.6e11  # of an H200 in 0.6 ms; a host takes 0.4 to 0.8 ms
 # Of tokens to sample; the largest possible number is added.
 TAIL_SIZES: Final = (8, 16, 32, 64, 128, 192, 256, 320, 512, 768, 1024)
 MAX_CHUNKS: Final = 64
-MAX_DRAFTED: Final = 512  # tokens of the slots with DRAFTS in a step with prompts, besides one for each sequence
+MAX_DRAFTED: Final = 512  # tokens of the sequences with DRAFTS in a step with prompts, besides one for each sequence
 
 
 class Size(NamedTuple):
@@ -30,6 +30,7 @@ class Size(NamedTuple):
     tokens: int
     samples: int  # with prompts fewer than the tokens: else the model would not select hidden states
     shape: StepShape
+    has_adapters: bool = False  # may have; such steps take longer
 
     @property
     def sequences(self) -> int:
@@ -40,8 +41,10 @@ class Size(NamedTuple):
         """Whether each sequence has one token, and samples the next."""
         return not self.shape.chunks and self.shape.queries == 1
 
-    def fits(self, chunks: int, has_drafts: bool) -> bool:
-        """Whether it is for steps with so many chunks of prompts, and with or without drafts."""
+    def fits(self, chunks: int, has_drafts: bool, has_adapters: bool) -> bool:
+        """Whether it is for steps with so many chunks of prompts, with or without drafts and adapters."""
+        if has_adapters and not self.has_adapters:
+            return False
         if self.shape.chunks:
             return chunks < self.shape.chunks
         return not chunks and has_drafts != self.is_plain

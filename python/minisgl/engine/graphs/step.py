@@ -11,7 +11,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from minisgl.core.layout import NO_SLOTS, Flag
+from minisgl.core.layout import NO_SEQUENCES, Flag
 from minisgl.core.plan import BatchPlan
 from minisgl.engine.batch import make_batch
 from minisgl.engine.draft_model import DraftModel
@@ -85,6 +85,8 @@ class CapturedRunner:
         large = LAUNCH_FLOPS * parts.model.config.num_layers / parts.flops_per_token
         sizes = decode_sizes(max_rows) + (draft_sizes(max_rows, max_queries, large) if parts.drafting else [])
         sizes += prompt_sizes(max_tokens, max_rows, max_queries, large)
+        if parts.adapters is not None:
+            sizes = [size._replace(has_adapters=has) for size in sizes for has in (False, True)]
         max_samples = max((size.samples for size in sizes if not size.is_plain), default=0)
         self._counts = tuple(sorted({min(count, max_samples) for count in (*TAIL_SIZES, max_samples) if max_samples}))
         self._io = StepInputs(parts, sizes, max(max_samples, max_rows), max_rows)
@@ -109,12 +111,12 @@ class CapturedRunner:
 
     def _choose(self, plan: BatchPlan) -> _Captured | None:
         """The smallest graph that fits a plan, if any; those without prompts are the first."""
-        slots = plan.slots
-        flags = slots["flags"]
+        sequences = plan.sequences
+        flags = sequences["flags"]
         is_chunk = (flags & Flag.FROM_DEVICE) == 0
         chunks, samples = int(np.count_nonzero(is_chunk)), len(plan.sampled_flags)
-        tokens = int((slots["stop"] - slots["start"]).sum())
-        if chunks and ((flags & Flag.PROMPT_LOGPROBS).any() or slots["stop"][is_chunk].max() > MAX_CONTEXT):
+        tokens = int((sequences["stop"] - sequences["start"]).sum())
+        if chunks and ((flags & Flag.PROMPT_LOGPROBS).any() or sequences["stop"][is_chunk].max() > MAX_CONTEXT):
             return None
         if len(plan.page_writes) > MAX_PAGE_WRITES or len(plan.row_states) > MAX_ROW_STATES:
             return None
@@ -124,7 +126,11 @@ class CapturedRunner:
             return None
         for captured in self._graphs:
             size = captured.size
-            if size.tokens >= tokens and size.samples >= samples and size.fits(chunks, plan.has_drafts):
+            if (
+                size.tokens >= tokens
+                and size.samples >= samples
+                and size.fits(chunks, plan.has_drafts, plan.has_adapters)
+            ):
                 return captured
         return None
 
@@ -174,7 +180,7 @@ class CapturedRunner:
         counts = (size.samples,) if size.is_plain else self._counts
         columns = next(count for count in counts if count >= size.samples)
         batch, out_loc = self._io.batch(size)
-        self._io.write(BatchPlan(0, NO_SLOTS), size, columns)  # for the run before the capture
+        self._io.write(BatchPlan(0, NO_SEQUENCES), size, columns)  # for the run before the capture
 
         def forward() -> Tensor | None:
             self._io.prepare(size, columns)
@@ -187,7 +193,7 @@ class CapturedRunner:
                 if layer not in self._states:
                     self._states[layer] = state.new_empty(self._max_tokens, state.shape[1])
                 self._states[layer][: size.tokens].copy_(state)
-            left = [finished(x) for x in hidden if x is not None]
+            left = [finished(x) for x in (hidden.x, hidden.residual) if x is not None]
             self._hidden = self._hidden or [x.new_empty(self._counts[-1], x.shape[1]) for x in left]
             for own, shared in zip(left, self._hidden, strict=True):
                 shared[: size.samples].copy_(own)
@@ -202,9 +208,12 @@ class CapturedRunner:
 
     def _sample(self, logits: Tensor | None, count: int, tail: int, has_drafts: bool) -> Tensor:
         """Sample `count` tokens, without logits from the shared hidden states."""
-        if logits is None:
-            logits = self.parts.model.logits(Stream(*(x[:count] for x in self._hidden)))
         sampling = self._io.sampling(count, tail, has_drafts)
+        if logits is None:
+            stream = Stream(*(x[:count] for x in self._hidden))
+            if self.parts.adapters is not None:
+                stream = stream._replace(adapters=self.parts.adapters_of(sampling.rows))
+            logits = self.parts.model.logits(stream)
         out = self.parts.sample(logits, sampling)
         if has_drafts:
             out = self._io.verify(out)

@@ -21,7 +21,7 @@ from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
 from minisgl.kernels.triton.launch import INTERPRETED
 from minisgl.kernels.triton.norm import normalised, query_angles, rotated
-from minisgl.kernels.triton.scores import NEGATIVE, columns, soft_capped, with_sinks
+from minisgl.kernels.triton.scores import NEGATIVE, add_parts, columns, merge_lanes, soft_capped, with_sinks
 
 IS_COMPILED = tl.constexpr(not INTERPRETED)  # the interpreter has no PTX
 
@@ -286,13 +286,8 @@ def _merge(
         part_ptrs = part_ptr + slot[:, :, None].to(tl.int64) * HEAD_DIM + offs_d[None, None, :]
         lse = tl.load(lse_ptr + slot, mask=is_part, other=NEGATIVE)
         x = tl.load(part_ptrs, mask=is_part[:, :, None] & is_dim[None, None, :], other=0.0)
-        new_m = tl.maximum(m, lse)
-        correction, p = tl.exp2(m - new_m), tl.exp2(lse - new_m)
-        total = total * correction + p
-        acc = acc * correction[:, :, None] + x * p[:, :, None]
-        m = new_m
-    p = tl.exp2(m - tl.max(m, 1)[:, None])
-    result = tl.sum(acc * p[:, :, None], 1) / tl.sum(total * p, 1)[:, None]
+        m, total, acc = add_parts(m, total, acc, lse, x)
+    result = merge_lanes(m, total, acc)
     out_ptrs = out_ptr + _head(offs_g, NUM_KV_HEADS, GROUP_SIZE, MAX_QUERIES)[:, None] * HEAD_DIM + offs_d[None, :]
     tl.store(out_ptrs, result.to(out_ptr.dtype.element_ty), mask=(offs_g[:, None] < num_rows) & is_dim[None, :])
 

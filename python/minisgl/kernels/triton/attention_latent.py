@@ -17,7 +17,7 @@ from triton import next_power_of_2
 
 from minisgl.kernels.triton.attention_decode import BEGINS, PART, _load_part
 from minisgl.kernels.triton.norm import rotated
-from minisgl.kernels.triton.scores import NEGATIVE, columns
+from minisgl.kernels.triton.scores import NEGATIVE, add_parts, columns, merge_lanes
 from minisgl.ops.quantized import Pages, QuantizedPages, data_and_scale, page_strides
 from minisgl.ops.reference import LatentTransform
 
@@ -244,13 +244,8 @@ def merge_latents(
         lse = tl.load(lse_ptr + offs_part, mask=is_part, other=NEGATIVE)
         part_ptrs = part_ptr + offs_part[:, :, None].to(tl.int64) * RANK + offs_c[None, None, :]
         x = tl.load(part_ptrs, mask=is_part[:, :, None] & is_c[None, None, :], other=0.0)
-        new_m = tl.maximum(m, lse)
-        correction, p = tl.exp2(m - new_m), tl.exp2(lse - new_m)
-        total = total * correction + p
-        acc = acc * correction[:, :, None] + x * p[:, :, None]
-        m = new_m
-    p = tl.exp2(m - tl.max(m, 1)[:, None])
-    result = tl.sum(acc * p[:, :, None], 1) / tl.sum(total * p, 1)[:, None]
+        m, total, acc = add_parts(m, total, acc, lse, x)
+    result = merge_lanes(m, total, acc)
     head = block * GROUP_SIZE + offs_m % GROUP_SIZE
     index = (token + offs_m // GROUP_SIZE).to(tl.int64) * (HEAD_BLOCKS * GROUP_SIZE) + head
     out_ptrs = out_ptr + index[:, None] * RANK + offs_c[None, :]

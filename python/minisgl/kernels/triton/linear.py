@@ -31,6 +31,25 @@ FULL_WAVE: Final = 88  # programs of `gemm`: fewer leave too many SMs idle for a
 
 
 @triton.jit
+def read_x(
+    x_ptr, residual_ptr, total_ptr, norm_weight_ptr, squares, offs_k, mask,
+    HAS_NORM: tl.constexpr, HAS_RESIDUAL: tl.constexpr,
+):  # fmt: skip
+    """Return the inputs `offs_k` of a GEMV in float32, and `squares` with theirs; HAS_* as in `_gemv`."""
+    x = tl.load(x_ptr + offs_k, mask=mask, other=0.0)
+    if HAS_RESIDUAL:
+        residual = tl.load(residual_ptr + offs_k, mask=mask, other=0.0)
+        x = (x.to(tl.float32) + residual.to(tl.float32)).to(x.dtype)
+        if tl.program_id(0) == 0:
+            tl.store(total_ptr + offs_k, x, mask=mask)
+    x = x.to(tl.float32)
+    if HAS_NORM:
+        squares += x * x
+        x *= tl.load(norm_weight_ptr + offs_k, mask=mask, other=0.0).to(tl.float32)
+    return x, squares
+
+
+@triton.jit
 def _gemv(
     x_ptr, residual_ptr, total_ptr, norm_weight_ptr, weight_ptr, bias_ptr, out_ptr, n_out, n_in, eps,
     BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr, NUM_BLOCKS_K: tl.constexpr, HAS_NORM: tl.constexpr,
@@ -68,16 +87,9 @@ def _gemv(
                 up = first_up
             else:
                 up = tl.load(up_ptrs + offs_k[None, :], mask=mask[None, :], other=0.0)
-        x = tl.load(x_ptr + offs_k, mask=mask, other=0.0)
-        if HAS_RESIDUAL:
-            residual = tl.load(residual_ptr + offs_k, mask=mask, other=0.0)
-            x = (x.to(tl.float32) + residual.to(tl.float32)).to(x.dtype)
-            if tl.program_id(0) == 0:
-                tl.store(total_ptr + offs_k, x, mask=mask)
-        x = x.to(tl.float32)
-        if HAS_NORM:
-            squares += x * x
-            x *= tl.load(norm_weight_ptr + offs_k, mask=mask, other=0.0).to(tl.float32)
+        x, squares = read_x(
+            x_ptr, residual_ptr, total_ptr, norm_weight_ptr, squares, offs_k, mask, HAS_NORM, HAS_RESIDUAL
+        )
         acc += w.to(tl.float32) * x[None, :]
         if GATE != "":
             acc_up += up.to(tl.float32) * x[None, :]

@@ -19,10 +19,13 @@ from minisgl.ops.reference import HeadTransform
 
 @triton.jit
 def _embedding(ids_ptr, weight_ptr, out_ptr, n, BLOCK: tl.constexpr, PDL: tl.constexpr):
-    """out[t] = weight[ids[t]]; grid (T)."""
+    """out[t] = weight[ids[t]]; grid (T).
+
+    It waits first, so that all later kernels may read what is written before it without waiting.
+    """
     if PDL:
-        gdc_launch_dependents()
         gdc_wait()
+        gdc_launch_dependents()
     token = tl.program_id(0).to(tl.int64)
     offs = tl.arange(0, BLOCK)
     row = tl.load(ids_ptr + token).to(tl.int64)

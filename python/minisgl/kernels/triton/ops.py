@@ -7,6 +7,7 @@ from typing import Any, Final
 
 from torch import Tensor
 
+from minisgl.kernels.triton.adapters import add_adapters
 from minisgl.kernels.triton.attention_latent import store_latents
 from minisgl.kernels.triton.drafts import look_up
 from minisgl.kernels.triton.gated_delta import fold, gated_delta
@@ -45,6 +46,7 @@ OPS: Final[Mapping[str, Callable[..., Any]]] = {
     "rms_norm": rms_norm,
     "add_rms_norm": add_rms_norm,
     "add_norm_linear": add_norm_linear,
+    "add_adapters": add_adapters,
     "moe": mix,
     "norm_rope_store": norm_rope_store,
     "store_latents": store_latents,

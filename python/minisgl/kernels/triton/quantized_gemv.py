@@ -17,7 +17,7 @@ from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
 from minisgl.kernels.triton.epilogue import gated
 from minisgl.kernels.triton.launch import INTERPRETED, pdl_options
-from minisgl.kernels.triton.linear import NUM_SMS
+from minisgl.kernels.triton.linear import NUM_SMS, read_x
 from minisgl.kernels.triton.product import Norm
 from minisgl.ops.deferred import Result, finished
 from minisgl.ops.quantized import Quantized
@@ -98,16 +98,9 @@ def _read(
         mask = offs_k < n_in
         if HAS_ORDER:
             offs_k = tl.load(order_ptr + offs_k, mask=mask, other=0)
-        x = tl.load(x_ptr + offs_k, mask=mask, other=0.0)
-        if HAS_RESIDUAL:
-            residual = tl.load(residual_ptr + offs_k, mask=mask, other=0.0)
-            x = (x.to(tl.float32) + residual.to(tl.float32)).to(x.dtype)
-            if tl.program_id(0) == 0:
-                tl.store(total_ptr + offs_k, x, mask=mask)
-        x = x.to(tl.float32)
-        if HAS_NORM:
-            squares += x * x
-            x *= tl.load(norm_weight_ptr + offs_k, mask=mask, other=0.0).to(tl.float32)
+        x, squares = read_x(
+            x_ptr, residual_ptr, total_ptr, norm_weight_ptr, squares, offs_k, mask, HAS_NORM, HAS_RESIDUAL
+        )
         if BITS == 4:
             blocks += _words(x, BLOCK_K // 128, PARTS)
         else:

@@ -47,3 +47,18 @@ def with_sinks(m, total, sink_ptrs, mask):
     new_m = tl.maximum(m, sink)
     correction = tl.exp2(m - new_m)
     return new_m, total * correction + tl.exp2(sink - new_m), correction
+
+
+@triton.jit
+def add_parts(m, total, acc, lse, x):
+    """Add a part per lane, its results x [M, LANES, D] and log-sums lse [M, LANES], to the maxima and sums of lanes."""
+    new_m = tl.maximum(m, lse)
+    correction, p = tl.exp2(m - new_m), tl.exp2(lse - new_m)
+    return new_m, total * correction + p, acc * correction[:, :, None] + x * p[:, :, None]
+
+
+@triton.jit
+def merge_lanes(m, total, acc):
+    """Return the result [M, D] of all lanes."""
+    p = tl.exp2(m - tl.max(m, 1)[:, None])
+    return tl.sum(acc * p[:, :, None], 1) / tl.sum(total * p, 1)[:, None]

@@ -12,6 +12,8 @@
 namespace minisgl {
 
 constexpr int64_t kSlice = 512;   // tokens that go through a layer together
+constexpr int64_t kPageBytes = 4096;
+constexpr int64_t kShrunk = 512;  // columns of a sum of an adapter, so that several threads compute a long one
 constexpr int64_t kBacklog = 128;  // tokens of a row that wait for a drafter: more than a pause of its drafts has
 
 // A matrix in the model's type T, or in 8 or 4 bits.
@@ -20,9 +22,9 @@ using Weight = std::variant<Matrix<T>, Matrix<Int8>, Matrix<Int4>>;
 
 template <class T>
 Weight<T> weight(const Packed& p) {
-    if (p.bits == 8) return Matrix<Int8>{(const Int8*)p.data, p.rows, p.cols, p.bias};
-    if (p.bits == 4) return Matrix<Int4>{(const Int4*)p.data, p.rows, p.cols, p.bias};
-    return Matrix<T>{(const T*)p.data, p.rows, p.cols, p.bias};
+    if (p.bits == 8) return Matrix<Int8>{(const Int8*)p.data, p.rows, p.cols, p.bias, {p.adapter}};
+    if (p.bits == 4) return Matrix<Int4>{(const Int4*)p.data, p.rows, p.cols, p.bias, {p.adapter}};
+    return Matrix<T>{(const T*)p.data, p.rows, p.cols, p.bias, {p.adapter}};
 }
 
 // The rows of a matrix from `first` on, a multiple of 16.
@@ -30,6 +32,7 @@ template <class T>
 Weight<T> rows_from(const Weight<T>& weight, int64_t first) {
     return std::visit([&](auto w) -> Weight<T> {
         w.data = w.panel(first / kLanes), w.rows -= first, w.bias = w.bias ? w.bias + first : nullptr;
+        w.added.first += first;
         return w;
     }, weight);
 }
@@ -61,7 +64,7 @@ class Decoder : public Model {
         int64_t expert, row;
         float weight;
     };
-    struct Piece {  // tokens of a slot that go through the layers together
+    struct Piece {  // tokens of a sequence that go through the layers together
         int64_t row, start, stop, flags;
     };
     struct Sample {  // a token that is sampled, and the position that it will have
@@ -115,18 +118,18 @@ class Decoder : public Model {
         apply(plan);
         sampled_.clear(), captures_ = plan.captures, num_captures_ = plan.num_captures;
         const int32_t* ids = plan.tokens;
-        for (int64_t i = 0; i < plan.num_slots; ++i) {
-            const Slot& slot = plan.slots[i];
-            const int64_t count = slot.stop - slot.start;
-            if (slot.flags & kDrafts) {
-                int32_t own[1 + kMaxDrafts] = {s_.last_token[slot.row]};
-                std::copy_n(drafts(slot.row), count - 1, own + 1);
-                const int64_t start = s_.lengths[slot.row] - 1;
-                add({slot.row, start, start + count, slot.flags}, own);
-            } else if (slot.flags & kFromDevice) {
-                add({slot.row, slot.start, slot.stop, slot.flags}, &s_.last_token[slot.row]);
+        for (int64_t i = 0; i < plan.num_sequences; ++i) {
+            const Sequence& sequence = plan.sequences[i];
+            const int64_t count = sequence.stop - sequence.start;
+            if (sequence.flags & kDrafts) {
+                int32_t own[1 + kMaxDrafts] = {s_.last_token[sequence.row]};
+                std::copy_n(drafts(sequence.row), count - 1, own + 1);
+                const int64_t start = s_.lengths[sequence.row] - 1;
+                add({sequence.row, start, start + count, sequence.flags}, own);
+            } else if (sequence.flags & kFromDevice) {
+                add({sequence.row, sequence.start, sequence.stop, sequence.flags}, &s_.last_token[sequence.row]);
             } else {
-                add({slot.row, slot.start, slot.stop, slot.flags}, ids);
+                add({sequence.row, sequence.start, sequence.stop, sequence.flags}, ids);
                 ids += count;
             }
         }
@@ -150,36 +153,36 @@ class Decoder : public Model {
 
     void verify(const StepPlan& plan, const int32_t* tokens, const int32_t* finite, int32_t* confirmed,
                 int32_t* ready) override {
-        for (int64_t i = 0, column = 0; i < plan.num_slots; ++i) {
-            const Slot& slot = plan.slots[i];
-            if (!(slot.flags & kSamples)) continue;
-            const int64_t first = column, count = slot.flags & kDrafts ? slot.stop - slot.start : 1;
+        for (int64_t i = 0, column = 0; i < plan.num_sequences; ++i) {
+            const Sequence& sequence = plan.sequences[i];
+            if (!(sequence.flags & kSamples)) continue;
+            const int64_t first = column, count = sequence.flags & kDrafts ? sequence.stop - sequence.start : 1;
             column += count;
-            if (!(slot.flags & kDrafts)) continue;
+            if (!(sequence.flags & kDrafts)) continue;
             int64_t accepted = 0;
-            while (accepted + 1 < count && tokens[first + accepted] == drafts(slot.row)[accepted] && finite[first + accepted])
+            while (accepted + 1 < count && tokens[first + accepted] == drafts(sequence.row)[accepted] && finite[first + accepted])
                 ++accepted;
             std::fill(confirmed + first + accepted + 1, confirmed + column, 0);
-            s_.lengths[slot.row] += (int32_t)accepted + 1;
-            s_.last_token[slot.row] = tokens[first + accepted];
-            ready[first] = drafter_ && !(slot.flags & kMasked) ? kMaxDrafts : 0;
+            s_.lengths[sequence.row] += (int32_t)accepted + 1;
+            s_.last_token[sequence.row] = tokens[first + accepted];
+            ready[first] = drafter_ && !(sequence.flags & kMasked) ? kMaxDrafts : 0;
         }
     }
 
     int64_t draft(const StepPlan& plan, int64_t number) override {
         if (number == 0) target_->apply(plan);
         sampled_.clear();
-        for (int64_t i = 0; i < plan.num_slots; ++i) {
-            const Slot& slot = plan.slots[i];
-            if (!(slot.flags & kDrafts) || slot.stop - slot.start - 1 <= number) continue;
-            if (is_proposed(plan, slot.row)) continue;
-            const int64_t newest = s_.lengths[slot.row] - 1, at = newest + number - ahead_;
-            const int64_t flags = slot.flags & (kSamples | kPenalized | kFiltered);
+        for (int64_t i = 0; i < plan.num_sequences; ++i) {
+            const Sequence& sequence = plan.sequences[i];
+            if (!(sequence.flags & kDrafts) || sequence.stop - sequence.start - 1 <= number) continue;
+            if (is_proposed(plan, sequence.row)) continue;
+            const int64_t newest = s_.lengths[sequence.row] - 1, at = newest + number - ahead_;
+            const int64_t flags = sequence.flags & (kSamples | kPenalized | kFiltered);
             if (number > 0) {
-                add({slot.row, at, at + 1, flags}, drafts(slot.row) + number - 1);
+                add({sequence.row, at, at + 1, flags}, drafts(sequence.row) + number - 1);
                 continue;
             }
-            Backlog& b = backlog(slot.row);
+            Backlog& b = backlog(sequence.row);
             const int64_t known = newest - b.first;
             if (known < 1 || known > (int64_t)b.ids.size()) {  // only in a trial step, which no step came before
                 b.first = newest - 1, b.ids = {0};
@@ -187,7 +190,7 @@ class Decoder : public Model {
             } else {
                 b.ids.resize(known);
             }
-            catch_up(slot.row, s_.last_token[slot.row], flags);
+            catch_up(sequence.row, s_.last_token[sequence.row], flags);
         }
         if (!ids_.empty()) slice();
         std::vector<int32_t> tokens(sampled_.size()), finite(sampled_.size());
@@ -198,7 +201,7 @@ class Decoder : public Model {
     }
 
   private:
-    static bool is_plain(const Sample& s) { return !(s.flags & ~(kSamples | kFromDevice | kDrafts | kMasked)); }
+    static bool is_plain(const Sample& s) { return !(s.flags & ~(kSamples | kFromDevice | kDrafts | kMasked | kAdapted)); }
     static bool is_proposed(const StepPlan& plan, int64_t row) {
         const auto is_of_row = [&](const Proposal& p) { return p.row == row; };
         return std::any_of(plan.proposals, plan.proposals + plan.num_proposals, is_of_row);
@@ -312,6 +315,8 @@ class Decoder : public Model {
         grow(m);
         if (!states_.empty() && !joins_first_)
             linear<T>(pool_, std::get<Matrix<Int8>>(fc_), states_.data(), state_size_, {{0, m}}, x_.data(), s_.hidden, false);
+        for (int64_t t = 0; t < m; ++t) adapters_.push_back(target_ ? 0 : s_.rows[rows_[t]].adapter);
+        find_runs();
         for_each_token(m, [&](int64_t t) { begin(t); });
         if (joins_first_) multiply(fc_, normed_, ld_hidden_, m, x_.data(), s_.hidden, false);
         if (s_.input_size > 0) begin_inputs(m);
@@ -339,7 +344,7 @@ class Decoder : public Model {
                 attention(layer);
             }
             if (is_cut) {  // only tokens with logits are still needed
-                m = (int64_t)kept.size();
+                m = keep_adapters(kept);
                 for (int64_t i = 0; i < m; ++i) {
                     memmove(&x_[i * s_.hidden], &x_[kept[i] * s_.hidden], s_.hidden * sizeof(float));
                     memmove(&normed_[i * ld_hidden_], &normed_[kept[i] * ld_hidden_], s_.hidden * sizeof(X));
@@ -363,7 +368,7 @@ class Decoder : public Model {
             if (drafter_ && drafter_->ahead_) tap(&layer - layers_.data(), m);
         }
         if (taps_last()) {
-            m = (int64_t)kept.size();
+            m = keep_adapters(kept);
             for (int64_t i = 0; i < m; ++i) memmove(&x_[i * s_.hidden], &x_[kept[i] * s_.hidden], s_.hidden * sizeof(float));
         }
         for (int64_t i = 0; ahead_ && i < m; ++i) {
@@ -377,7 +382,61 @@ class Decoder : public Model {
         for (size_t i = 0; drafter_ && i < slice_.size(); token += slice_[i].stop - slice_[i].start, ++i)
             drafter_->note(slice_[i], &ids_[token], taps_.data() + token * drafter_->state_size_);
         if (drafter_ && !drafter_->ids_.empty()) drafter_->slice();
-        ids_.clear(), positions_.clear(), rows_.clear(), slice_.clear(), states_.clear();
+        ids_.clear(), positions_.clear(), rows_.clear(), slice_.clear(), states_.clear(), adapters_.clear();
+    }
+
+    // Find the runs of tokens with the same adapter.
+    void find_runs() {
+        runs_.clear();
+        const int64_t m = (int64_t)adapters_.size();
+        for (int64_t t = 0, end; t < m; t = end) {
+            for (end = t + 1; end < std::min(m, t + kTileRows) && adapters_[end] == adapters_[t];) ++end;
+            if (adapters_[t]) runs_.push_back({t, end, adapters_[t] - 1});
+        }
+    }
+    int64_t keep_adapters(const std::vector<int64_t>& kept) {
+        for (size_t i = 0; i < kept.size(); ++i) adapters_[i] = adapters_[kept[i]];
+        adapters_.resize(kept.size());
+        find_runs();
+        return (int64_t)kept.size();
+    }
+
+    // Call f(W) with what adapters add to x W^T, for x [slice, ldx].
+    template <class F>
+    void adapted(const Weight<T>& weight, const X* x, int64_t ldx, const F& f) {
+        std::visit([&](auto w) {
+            if (w.added.weights && !runs_.empty()) shrink(w.added, w.cols, x, ldx);
+            f(w);
+        }, weight);
+    }
+
+    // Compute a x + shift for the tokens with an adapter. Each sum along K is one of sums of kShrunk columns.
+    void shrink(Added& added, int64_t cols, const X* x, int64_t ldx) {
+        const LowRank& w = *added.weights;
+        const int64_t m = (int64_t)adapters_.size(), chunks = (cols + kShrunk - 1) / kShrunk;
+        const int64_t width = w.modules * w.rank, panels = width / kLanes;
+        reserve(sums_, m * chunks, width), reserve(shrunk_, m, width);
+        for_each_item((int64_t)runs_.size() * panels * chunks, [&](int64_t i, int) {
+            const RowRange& run = runs_[i / chunks / panels];
+            const int64_t chunk = i % chunks, row = i / chunks % panels * kLanes, col = chunk * kShrunk;
+            if (row % w.rank >= rank_of<T>(w, run.matrix)) return;
+            alignas(64) float tile[kTileRows * kUnit * kLanes];
+            const T* panel = (const T*)w.a + run.matrix * w.stride + row * cols + col * kLanes;
+            const X* from = x + run.first * ldx + col;
+            const Prefetch ahead = {kPageBytes, kLanes * Dot<T>::kStep * sizeof(T)};
+            for (int64_t at = 0; at < kPageBytes; at += 64) prefetch((const char*)panel + at);
+            gemm_block<T>((int)(run.stop - run.first), from, ldx, &panel, 1, std::min(kShrunk, cols - col), ahead, tile);
+            for (int64_t t = run.first; t < run.stop; ++t)
+                Vec::load(tile + (t - run.first) * kUnit * kLanes).store(&sums_[(t * chunks + chunk) * width + row]);
+        });
+        for_each_token(m, [&](int64_t t) {
+            if (!adapters_[t]) return;
+            float* sums = &sums_[t * chunks * width];
+            const T* shift = (const T*)w.shift + (adapters_[t] - 1) * w.stride;
+            for (int64_t i = width; i < chunks * width; ++i) sums[i % width] += sums[i];
+            for (int64_t i = 0; i < width; ++i) put(&shrunk_[t * width + i], sums[i] + to_float(shift[i]));
+        });
+        added.slots = adapters_.data(), added.inner = shrunk_.data();
     }
 
     // The input of token `t`: its embedding; for a head, the next token's embedding and hidden states.
@@ -496,7 +555,7 @@ class Decoder : public Model {
     }
 
     void grow(int64_t m) {
-        m = (m + kLanes - 1) / kLanes * kLanes;  // GEMMs may read up to there
+        m = (m / kLanes + 2) * kLanes;  // GEMMs may read up to there
         if (m * s_.hidden <= (int64_t)x_.size()) return;
         x_.resize(m * s_.hidden), out_.resize(m * s_.hidden), normed_.resize(m * ld_hidden_), qkv_.resize(m * qkv_size_);
         embedded_.resize(ahead_ * m * s_.hidden);
@@ -516,27 +575,29 @@ class Decoder : public Model {
 
     void multiply(const Weight<T>& weight, const Aligned<X>& x, int64_t ldx, int64_t m, float* y, int64_t ldy,
                   bool adds) {
-        std::visit([&](const auto& w) { linear<T>(pool_, w, x.data(), ldx, {{0, m}}, y, ldy, adds); }, weight);
+        adapted(weight, x.data(), ldx, [&](const auto& w) {
+            linear<T>(pool_, w, x.data(), ldx, {{0, m}}, y, ldy, adds);
+        });
     }
 
     // y [m, ld] = f(normed W^T).
     void project(const Weight<T>& weight, int64_t m, Activation f, Aligned<X>& y, int64_t ld) {
         reserve(y, m, ld);
-        std::visit([&](const auto& w) {
+        adapted(weight, normed_.data(), ld_hidden_, [&](const auto& w) {
             activated<T>(pool_, w, normed_.data(), ld_hidden_, {{0, m}}, y.data(), ld, f, false);
-        }, weight);
+        });
     }
 
     // y [rows, hidden] = down(f(up(x))), or plus y; each range of rows has its own of the stacked MLPs.
     void feed_forward(const Mlp& mlp, const X* x, const RowRanges& ranges, float* y, bool adds) {
         const int64_t ld = mlp.size + kPadding;
         reserve(inner_, ranges.back().stop, ld);
-        std::visit([&](const auto& w) {
+        adapted(mlp.up, x, ld_hidden_, [&](const auto& w) {
             activated<T>(pool_, w, x, ld_hidden_, ranges, inner_.data(), ld, mlp.f, mlp.is_gated);
-        }, mlp.up);
-        std::visit([&](const auto& w) {
+        });
+        adapted(mlp.down, inner_.data(), ld, [&](const auto& w) {
             linear<T>(pool_, w, inner_.data(), ld, ranges, y, s_.hidden, adds);
-        }, mlp.down);
+        });
     }
 
     // y [m, hidden] = the normalised outputs of the MLP and of the experts; see models/gemma4.py: BesideMLP.
@@ -564,6 +625,14 @@ class Decoder : public Model {
             for (int64_t i = 0; i < h; ++i) router_in_[t * h + i] = to_float(normed_[t * ld_hidden_ + i]);
         });
         linear<float>(pool_, layer.router, router_in_.data(), h, {{0, m}}, scores_.data(), rows, false);
+        if (Added gate{layer.w.router.adapter}; gate.weights && !runs_.empty()) {
+            shrink(gate, h, normed_.data(), ld_hidden_);
+            for (int64_t t = 0; t < m; ++t) {
+                float sums[kUnit * kLanes] = {};
+                add_adapters<T>(gate, t, 1, 0, sums);
+                scores_[(t + 1) * rows - 1] += sums[0];
+            }
+        }
         for_each_token(m, [&](int64_t t) {
             Choice* chosen = &choices_[t * (k + has_shared)];
             const float gate = scores_[(t + 1) * rows - 1];
@@ -815,7 +884,7 @@ class Decoder : public Model {
     Decoder *target_, *drafter_ = nullptr;  // of a drafter, and of its target
     std::shared_ptr<Pool> threads_;         // a drafter's are its target's
     Pool& pool_;
-    int64_t ahead_;  // the token at which a slot's output is computed, counted from the slot's own
+    int64_t ahead_;  // the token at which a position's output is computed, counted from the position's own
     int64_t query_rows_;  // of an item of attention, at most
     std::vector<AttentionScratch<T>> scratch_;
     std::vector<DeltaScratch> delta_scratch_;
@@ -835,9 +904,11 @@ class Decoder : public Model {
     std::vector<Piece> slice_;
     std::vector<Item> items_;
     std::vector<Span> spans_;
+    std::vector<int32_t> adapters_;  // the tokens' slots
+    RowRanges runs_;                 // of tokens with adapter `matrix`
     std::vector<Choice> choices_;
-    Aligned<float> x_, out_, embedded_, qkv_, drafted_, router_in_, scores_, expert_out_, mixed_, inputs_, betas_;
-    Aligned<X> normed_, q_, attended_, gates_, inner_, expert_in_;
+    Aligned<float> x_, out_, embedded_, qkv_, drafted_, sums_, router_in_, scores_, expert_out_, mixed_, inputs_, betas_;
+    Aligned<X> normed_, q_, attended_, gates_, inner_, expert_in_, shrunk_;
     std::vector<QuantGroup> states_, taps_;
 };
 
@@ -865,7 +936,7 @@ void* minisgl_create(const ModelSpec* spec) {
 }
 void minisgl_destroy(void* model) { delete static_cast<Model*>(model); }
 
-// tokens, finite [S]; entries of slots that `is_plain` does not hold for are left as they are.
+// tokens, finite [S]; entries of sequences that `is_plain` does not hold for are left as they are.
 void minisgl_step(void* model, const StepPlan* plan, int32_t* tokens, int32_t* finite) {
     static_cast<Model*>(model)->step(*plan, tokens, finite);
 }
@@ -876,8 +947,8 @@ void minisgl_verify(void* model, const StepPlan* plan, const int32_t* tokens, co
                     int32_t* ready) {
     static_cast<Model*>(model)->verify(*plan, tokens, finite, confirmed, ready);
 }
-// Make draft `number` of the step's slots that have so many, and return the number of these slots. The caller samples
-// those with flags that `minisgl_step` does not sample, from the logits.
+// Make draft `number` of the step's sequences that have so many, and return the number of these sequences. The caller
+// samples those with flags that `minisgl_step` does not sample, from the logits.
 int64_t minisgl_draft(void* drafter, const StepPlan* plan, int64_t number) {
     return static_cast<Model*>(drafter)->draft(*plan, number);
 }

@@ -13,12 +13,21 @@
 
 namespace minisgl {
 
+// What adapters add to the sums of a GEMM: b[s - 1] inner for a token in slot s > 0, see ops/adapters.py.
+struct Added {
+    const LowRank* weights = nullptr;  // of the projection that the matrix is of, or null
+    int64_t first = 0;                 // the row of the projection that is the matrix's first
+    const int32_t* slots = nullptr;    // [rows of x], or null
+    const void* inner = nullptr;       // X<T> [rows of x, P r]: a x + shift
+};
+
 // W [rows, cols] as panels of 16 rows, each [cols / kStep][16][kStep]. A panel takes the memory of its rows.
 template <class T>
 struct Matrix {
     const T* data = nullptr;
     int64_t rows = 0, cols = 0;     // `rows` may end within the last panel
     const float* bias = nullptr;    // [rows]
+    Added added = {};
 
     int64_t panels() const { return (rows + kLanes - 1) / kLanes; }
     const T* panel(int64_t i) const { return data + i * kLanes * cols; }
@@ -188,6 +197,47 @@ void gemm_block(int rows, const X<T>* x, int64_t ldx, const T* const* panels, in
     for (; i < count; ++i) gemm_rows<T, 1>(rows, x, ldx, panels + i, steps, ahead, out + i * kLanes);
 }
 
+// The ranks that adapter `i` (slot - 1) uses, a multiple of 16; all if the slot has NaN.
+template <class T>
+int64_t rank_of(const LowRank& w, int64_t i) {
+    const float rank = to_float(((const T*)w.ranks)[i * w.stride]);
+    return rank < (float)w.rank ? (int64_t)rank : w.rank;
+}
+
+// Prefetch what `add_adapters` reads for row `row`.
+template <class T>
+void prefetch_adapter(const Added& added, int64_t row, int64_t col) {
+    const LowRank& w = *added.weights;
+    const int64_t slot = added.slots[row], bytes = slot ? rank_of<T>(w, slot - 1) * kLanes * sizeof(T) : 0;
+    const char* panel = (const char*)((const T*)w.b + (slot - 1) * w.stride + (added.first + col) * w.rank);
+    for (int64_t i = 0; i < bytes; i += 64) prefetch(panel + i);
+}
+
+// Add to the sums [rows][kUnit * 16] of x's rows from `row` on, of one panel that begins at row `col` of the matrix.
+template <class T>
+void add_adapters(const Added& added, int64_t row, int rows, int64_t col, float* sums) {
+    const LowRank& w = *added.weights;
+    const int64_t ld = w.modules * w.rank;
+    col += added.first;
+    for (int i = 0, end; i < rows; i = end) {
+        const int32_t slot = added.slots[row + i];
+        for (end = i + 1; end < rows && added.slots[row + end] == slot;) ++end;
+        const int64_t rank = slot ? rank_of<T>(w, slot - 1) : 0;
+        for (const int64_t* part = w.rows; rank && part < w.rows + 3 * w.num_rows; part += 3) {
+            const int first = (int)std::max<int64_t>(part[0] - col, 0), n = (int)std::min<int64_t>(part[1] - col, kLanes) - first;
+            if (n <= 0) continue;
+            alignas(64) float own[kTileRows * kUnit * kLanes];
+            const T* panel = (const T*)w.b + (slot - 1) * w.stride + col * w.rank;
+            const X<T>* inner = (const X<T>*)added.inner + (row + i) * ld + part[2] * w.rank;
+            gemm_rows<T, 1>(end - i, inner, ld, &panel, rank / Dot<T>::kStep, Prefetch(), own);
+            for (int t = i; t < end; ++t) {
+                float* to = sums + t * kUnit * kLanes + first;
+                store_part(to, load_part(to, n) + load_part(own + (t - i) * kUnit * kLanes + first, n), n);
+            }
+        }
+    }
+}
+
 // What row block `b` prefetches while it is multiplied with a unit of W that has `step` bytes for each panel and step.
 template <class W>
 Prefetch prefetch_of(int64_t b, int64_t blocks, const Matrix<W>& w, bool paired, int64_t step) {
@@ -206,7 +256,7 @@ Prefetch prefetch_of(int64_t b, int64_t blocks, const Matrix<W>& w, bool paired,
 // `few` rows, or `many` in a range of many rows. Tile: [rows][kUnit * 16]. With `paired`, the second half of the
 // addresses are the panels of W's second half that belong to the first ones (gate and up). The output, to(row, panel),
 // is prefetched unless the GEMM is bound by memory.
-template <class W, class C, class A, class F>
+template <class T, class W, class C, class A, class F>
 void for_each_block(Pool& pool, const Matrix<W>& stack, const RowRanges& ranges, int64_t few, int64_t many,
                     int64_t step, bool paired, const C& compute, const A& to, const F& finish) {
     const int64_t across = paired ? stack.panels() / 2 : stack.panels(), each = paired ? kUnit / 2 : kUnit;
@@ -231,7 +281,13 @@ void for_each_block(Pool& pool, const Matrix<W>& stack, const RowRanges& ranges,
                 const int rows = (int)(range.first + m * (b + 1) / blocks - row);
                 for (int i = 0; i < rows && m > kFew; ++i)
                     for (int j = 0; j < count; ++j) prefetch(to(row + i, first + j));
+                const auto each_panel = [&](const auto& f) {
+                    for (int j = 0; w.added.slots && j < (paired ? 2 * count : count); ++j)
+                        f((j < count ? first + j : across + first + j - count) * kLanes, tile + j * kLanes);
+                };
+                each_panel([&](int64_t col, float*) { prefetch_adapter<T>(w.added, row, col); });
                 compute(row, rows, panels, paired ? 2 * count : count, prefetch_of(b, blocks, w, paired, step), tile);
+                each_panel([&](int64_t col, float* sums) { add_adapters<T>(w.added, row, rows, col, sums); });
                 finish(w, row, rows, first, count, tile);
             }
         }
@@ -246,7 +302,7 @@ void gemm(Pool& pool, const Matrix<T>& stack, const X<T>* x, int64_t ldx, const 
     // Few rows with a whole unit need the fewest loads of x, but W is then read once per few rows, if only from L2.
     constexpr int64_t few = has_amx<T> ? kTileRows : kRowBlock, many = has_amx<T> ? kTileRows : kUnitRows;
     constexpr int64_t step = kLanes * Dot<T>::kStep * sizeof(T);
-    for_each_block(
+    for_each_block<T>(
         pool, stack, ranges, few, many, step, paired,
         [&](int64_t row, int rows, const T* const* panels, int count, Prefetch ahead, float* tile) {
             gemm_block<T>(rows, x + row * ldx, ldx, panels, count, stack.cols, ahead, tile);

@@ -52,6 +52,7 @@ struct Matrix<Block<BITS>> {
     const Block<BITS>* data = nullptr;
     int64_t rows = 0, cols = 0;
     const float* bias = nullptr;
+    Added added = {};
 
     int64_t panels() const { return (rows + kLanes - 1) / kLanes; }
     const Block<BITS>* panel(int64_t i) const { return data + i * (cols / kGroup); }
@@ -244,7 +245,7 @@ void gemm(Pool& pool, const Matrix<Block<BITS>>& stack, const QuantGroup* x, int
           bool paired, const A& to, const F& finish) {
     using B = Block<BITS>;
     // Small blocks of few rows read weights evenly; larger blocks of many rows read a pair of panels less often.
-    for_each_block(
+    for_each_block<T>(
         pool, stack, ranges, kPairRows, kRowBlock, (sizeof(B) + kFetches<B> - 1) / kFetches<B>, paired,
         [&](int64_t row, int rows, const B* const* panels, int count, Prefetch ahead, float* tile) {
             gemm_block(rows, x + row * ldx, ldx, panels, count, stack.cols, ahead, tile);

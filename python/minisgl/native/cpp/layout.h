@@ -2,11 +2,11 @@
 #pragma once
 #include <cstdint>
 
-constexpr int64_t kLayoutVersion = 4017158067;
+constexpr int64_t kLayoutVersion = 1113201357;
 
 namespace minisgl {
 
-enum Flag : int32_t { kSamples = 1, kFromDevice = 2, kPenalized = 4, kFiltered = 8, kLogprobs = 16, kPromptLogprobs = 32, kMasked = 64, kDrafts = 128 };
+enum Flag : int32_t { kSamples = 1, kFromDevice = 2, kPenalized = 4, kFiltered = 8, kLogprobs = 16, kPromptLogprobs = 32, kMasked = 64, kAdapted = 256, kDrafts = 128 };
 
 enum Activation : int64_t { kSilu, kGeluTanh, kGelu, kRelu2, kClamped, kSigmoid, kSoftplus };
 constexpr int kMaxDrafts = 8, kProposed = 17;
@@ -14,10 +14,10 @@ constexpr int kSlotId = 0, kStateLen = 1;
 
 // Records of a plan: 32-bit words, without padding.
 #pragma pack(push, 4)
-struct Slot {
+struct Sequence {
     int32_t row, start, stop, flags;
 };
-static_assert(sizeof(Slot) == 16);
+static_assert(sizeof(Sequence) == 16);
 struct PageWrite {
     int32_t group, row, index, page;
 };
@@ -27,13 +27,15 @@ struct Row {
     float temperature;
     int32_t top_k;
     float top_p, min_p;
+    int32_t adapter;
+    char padding[4];
 };
-static_assert(sizeof(Row) == 24);
+static_assert(sizeof(Row) == 32);
 struct RowState {
     int32_t row;
     Row fields;
 };
-static_assert(sizeof(RowState) == 28);
+static_assert(sizeof(RowState) == 36);
 struct HistoryHead {
     int32_t words, row, first, length;
 };
@@ -52,10 +54,17 @@ struct Fold {
 static_assert(sizeof(Fold) == 12);
 #pragma pack(pop)
 
+struct LowRank {
+    const void *a, *shift, *b, *ranks;
+    int64_t stride, rank, modules;
+    const int64_t *rows;
+    int64_t num_rows;
+};
 struct Packed {
     const void *data;
     int64_t bits, rows, cols;
     const float *bias;
+    const LowRank *adapter;
 };
 struct Recurrence {
     const float *conv;
@@ -112,7 +121,7 @@ struct ModelSpec {
     int64_t num_taps;
 };
 struct StepPlan {
-    const Slot *slots;
+    const Sequence *sequences;
     const int32_t *tokens;
     const PageWrite *page_writes;
     const RowState *row_states;
@@ -120,7 +129,7 @@ struct StepPlan {
     const Proposal *proposals;
     const Copy *captures;
     const int32_t *masks;
-    int64_t num_slots, num_page_writes, num_row_states, num_history_words, num_proposals, num_captures;
+    int64_t num_sequences, num_page_writes, num_row_states, num_history_words, num_proposals, num_captures;
 };
 
 }  // namespace minisgl

@@ -158,9 +158,9 @@ bool step_is_deterministic(bool has_scales, bool has_experts) {
     spec.page_tables = table.data(), spec.table_rows = rows, spec.table_width = pages;
     spec.last_token = last.data(), spec.rows = fields.data();
     Decoder<T> net(spec);
-    auto run = [&](const Slot& slot, int64_t first) {
+    auto run = [&](const Sequence& sequence, int64_t first) {
         StepPlan plan = {};
-        plan.slots = &slot, plan.num_slots = 1, plan.tokens = &tokens_in[first];
+        plan.sequences = &sequence, plan.num_sequences = 1, plan.tokens = &tokens_in[first];
         net.step(plan, sampled.data(), finite.data());
         return std::vector<float>(net.logits.begin(), net.logits.begin() + vocab);
     };

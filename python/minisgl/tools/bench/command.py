@@ -17,7 +17,7 @@ from minisgl.settings.sources import (
     given_options,
     server_options,
 )
-from minisgl.tools.bench.shapes import shape_options
+from minisgl.tools.bench.shapes import adapter_options, shape_options
 from minisgl.tools.bench.traffic import OnlineArgs
 from minisgl.tools.bench.workloads import OfflineArgs
 
@@ -89,7 +89,8 @@ def _offline(options: argparse.Namespace) -> int:
 
     args = bench_args(OfflineArgs, options)
     check_writable(args.json, "--json")
-    with shape_options(args.shape, engine_options(given_options(options))) as given:
+    given = engine_options(given_options(options))
+    with shape_options(args.shape, given) as given, adapter_options(args.adapters, args.adapter_rank, given) as given:
         report = run_offline(args, given)
     print(offline_table(report))
     write_json(args.json, report)

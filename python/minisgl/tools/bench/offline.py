@@ -13,6 +13,7 @@ from unittest.mock import patch
 
 import numpy as np
 
+from minisgl.checkpoint.adapter import adapters_of
 from minisgl.checkpoint.hf import resolve_model
 from minisgl.core.errors import ConfigError, MinisglError
 from minisgl.core.layout import NO_PROPOSALS, PROPOSAL, PROPOSED
@@ -98,6 +99,8 @@ def start_engine(args: OfflineArgs, options: dict[str, Any]) -> tuple[LLM, list[
     folder = resolve_model(options.get("model", ""), source, weights=False, revision=options.get("revision"))
     limits = model_limits(folder, options.get("max_seq_len"))
     workloads = make_workloads(args, limits.vocab_size)
+    if not args.adapters_unused and (adapters := adapters_of(options.get("lora"))):
+        workloads = [workload.with_adapters(adapters) for workload in workloads]
     for workload in workloads:
         if workload.longest > limits.max_model_len:
             raise ConfigError(
@@ -152,11 +155,11 @@ def simulated(llm: LLM, guess: Guess) -> Iterator[None]:
     plan, collect = drafts.plan, drafts.collect
 
     def plan_guessed(step: int, running: Any, max_tokens: int) -> Any:
-        if (slots := plan(step, running, max_tokens)) is None:
+        if (planned := plan(step, running, max_tokens)) is None:
             return None
-        found = scheduler.rows.holders(running[slots.counts > 0])
+        found = scheduler.rows.holders(running[planned.counts > 0])
         proposals = [(r.row, scheduler.rows.confirmed_len[r.row], np.resize(guess(r), PROPOSED)) for r in found]
-        return replace(slots, proposals=np.array(proposals, PROPOSAL))
+        return replace(planned, proposals=np.array(proposals, PROPOSAL))
 
     def collect_as_drafted(step: int, done: Any, result: Any) -> Any:
         return collect(step, replace(done, proposals=NO_PROPOSALS), result)
@@ -204,7 +207,7 @@ def complete(llm: LLM, workload: Workload, temperature: float) -> list[Completio
     llm.scheduler.handle(FlushCacheMsg())
     requests = workload.requests
     params = [
-        SamplingParams(temperature=temperature, ignore_eos=True, max_tokens=r.output_len, seed=i)
+        SamplingParams(temperature=temperature, ignore_eos=True, max_tokens=r.output_len, seed=i, adapter=r.adapter)
         for i, r in enumerate(requests)
     ]
     completions = llm.generate([r.prompt for r in requests], params)

@@ -1,16 +1,21 @@
-"""Named model shapes: the config.json of well-known models, for runs with random weights, without a download."""
+"""Named model shapes: the config.json of well-known models, for runs with random weights, without a download.
+
+And random adapters for a model.
+"""
 
 from __future__ import annotations
 
 import json
+import os
 import shutil
 import tempfile
 from collections.abc import Iterator
 from contextlib import contextmanager
+from itertools import product
 from pathlib import Path
 from typing import Any, Final
 
-from minisgl.checkpoint.hf import BUILTIN_MODEL
+from minisgl.checkpoint.hf import BUILTIN_MODEL, load_config, resolve_model
 from minisgl.core.errors import ConfigError
 
 TOKENIZER_FILES: Final = ("tokenizer.json", "tokenizer_config.json", "chat_template.jinja")
@@ -149,3 +154,40 @@ def shape_options(shape: str | None, options: dict[str, Any]) -> Iterator[dict[s
         folder = Path(base) / shape
         write_config(shape, folder)
         yield options | {"model": str(folder), "dummy_weight": True}
+
+
+def write_adapter(folder: Path, config: dict[str, Any], rank: int) -> None:
+    """Write a random adapter of a Llama-like model's attention, and of its MLPs if it has no experts."""
+    import torch
+    from safetensors.torch import save_file
+
+    hidden, size, heads = config["hidden_size"], config["intermediate_size"], config["num_attention_heads"]
+    dim = config.get("head_dim") or hidden // heads
+    q, kv = heads * dim, config["num_key_value_heads"] * dim
+    shapes = {f"self_attn.{name}_proj": (n, hidden) for name, n in (("q", q), ("k", kv), ("v", kv))}
+    shapes["self_attn.o_proj"] = hidden, q
+    if not config.keys() & {"num_experts", "num_local_experts", "n_routed_experts"}:
+        shapes |= dict.fromkeys(("mlp.gate_proj", "mlp.up_proj"), (size, hidden)) | {"mlp.down_proj": (hidden, size)}
+    tensors = {}
+    for i, (name, (n_out, n_in)) in product(range(config["num_hidden_layers"]), shapes.items()):
+        module = f"base_model.model.model.layers.{i}.{name}.lora"
+        tensors[f"{module}_A.weight"] = torch.randn(rank, n_in, dtype=torch.bfloat16) / n_in**0.5
+        tensors[f"{module}_B.weight"] = torch.randn(n_out, rank, dtype=torch.bfloat16) / 100
+    folder.mkdir()
+    save_file(tensors, folder / "adapter_model.safetensors")
+    about = {"peft_type": "LORA", "r": rank, "lora_alpha": rank, "target_modules": "all-linear"}
+    (folder / "adapter_config.json").write_text(json.dumps(about))
+
+
+@contextmanager
+def adapter_options(count: int | None, rank: int, options: dict[str, Any]) -> Iterator[dict[str, Any]]:
+    """Yield `options`, whose `lora` also has a temporary folder of `count` adapters, which are links to one."""
+    if count is None:
+        yield options
+        return
+    config = load_config(resolve_model(options.get("model", ""), weights=False))
+    with tempfile.TemporaryDirectory(prefix="minisgl-adapters-") as base:
+        write_adapter(Path(base) / "0", config, rank)
+        for i in range(1, count):
+            shutil.copytree(f"{base}/0", f"{base}/{i}", copy_function=os.link)
+        yield options | {"lora": ",".join(filter(None, (options.get("lora"), base)))}

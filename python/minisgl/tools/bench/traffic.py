@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import Any, Final, TypeVar
 
 from minisgl.core.errors import ConfigError
+from minisgl.core.params import Adapter
 from minisgl.core.rounding import ceil_div
 from minisgl.settings.options import Settings, option
 from minisgl.tools.bench.shapes import SHAPE_HELP
@@ -27,11 +28,15 @@ SHAREGPT_OUT: Final = (322.0, 244.0)
 
 @dataclass(frozen=True)
 class Request:
-    """One completion request, sent `at` seconds after the start, or as soon as a stream is free if None."""
+    """One completion request, sent `at` seconds after the start, or as soon as a stream is free if None.
+
+    Offline it may have an `adapter`.
+    """
 
     prompt: list[int]
     output_len: int
     at: float | None = None
+    adapter: Adapter | None = None
 
 
 @dataclass(frozen=True)

@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import random
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
+from itertools import cycle
 from typing import Final
 
 from minisgl.core.errors import ConfigError
+from minisgl.core.params import Adapter
 from minisgl.settings.options import Settings, option
 from minisgl.tools.bench.shapes import SHAPE_HELP
 from minisgl.tools.bench.traffic import Request
@@ -51,10 +53,20 @@ class Workload:
     def warm_up(self, vocab_size: int) -> Workload:
         """Return the same batch sizes with short outputs, and with other token ids, so that no prefix is cached."""
         requests = [
-            Request([(i + WARM_UP_SHIFT) % vocab_size for i in r.prompt], min(r.output_len, WARM_UP_OUT))
+            replace(
+                r,
+                prompt=[(i + WARM_UP_SHIFT) % vocab_size for i in r.prompt],
+                output_len=min(r.output_len, WARM_UP_OUT),
+            )
             for r in self.requests
         ]
         return replace(self, requests=requests)
+
+    def with_adapters(self, adapters: Sequence[Adapter]) -> Workload:
+        """Return the workload whose requests use the adapters in turn."""
+        return replace(
+            self, requests=[replace(r, adapter=a) for r, a in zip(self.requests, cycle(adapters), strict=False)]
+        )
 
 
 def _random_ids(rng: random.Random, n: int, vocab_size: int) -> list[int]:
@@ -123,6 +135,9 @@ class OfflineArgs(Settings):
         "--num-draft-tokens + 1",
         minimum=1,
     )
+    adapters: int | None = option(None, "make so many random adapters, which the requests use in turn", minimum=1)
+    adapter_rank: int = option(16, "their rank", minimum=1)
+    adapters_unused: bool = option(False, "load the adapters, or those of --lora, but use none")
     repeat: int = option(3, "timed runs of each workload", minimum=1)
     json: str | None = option(None, "write the full report to this file")
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import signal
 import sys
@@ -25,6 +26,7 @@ HELP: Final = '''\
 /reset                 forget the conversation
 /system [TEXT]         show the system prompt, or set it; /system - removes it
 /params [NAME=VALUE]   show the sampling parameters, or set some: /params temperature=0 top_p=0.9; NAME= unsets
+/lora [NAME]           list the adapters, or answer with one; /lora off answers with the model alone
 /stats                 statistics of the last answer and of the engine
 /tree                  show the prefix cache
 /save FILE             write the conversation as JSON
@@ -76,6 +78,7 @@ class Shell:
             "/reset": self._reset,
             "/system": self._set_system,
             "/params": self._set_params,
+            "/lora": self._set_lora,
             "/stats": self._show_stats,
             "/tree": lambda _: print("\n".join(tree_lines(client.get("/engine_view")["view"]))),
             "/save": self._save,
@@ -93,7 +96,14 @@ class Shell:
 
     def completions(self) -> list[str]:
         """The texts that Tab completes."""
-        return [*self._commands, *LEAVE, *(f"/params {name}=" for name in FIELDS)]
+        adapters = (f"/lora {name}" for name in ("off", *self._adapters()))
+        return [*self._commands, *LEAVE, *(f"/params {name}=" for name in FIELDS), *adapters]
+
+    def _adapters(self) -> list[str]:
+        """The names of the server's adapters; none if it does not list them."""
+        with contextlib.suppress(ServerError, OSError):
+            return [model["id"] for model in self._client.get("/v1/models")["data"] if model.get("parent")]
+        return []
 
     def run(self, read_line: LineReader) -> None:
         """Read messages and print answers, until the input ends or /quit."""
@@ -207,6 +217,17 @@ class Shell:
             print(f"{name:<22}{json.dumps((theirs | params)[name]):<12}{origin}")
         if not origins:
             print("other parameters: as the server likes")
+
+    def _set_lora(self, name: str) -> None:
+        adapters = self._adapters()
+        if name == "off":
+            self._params.pop("model", None)
+        elif name in adapters:
+            self._params["model"] = name
+        elif name:
+            raise ValueError(f"there is no adapter {name!r}; /lora lists them")
+        chosen = self._params.get("model")
+        print("\n".join(f"{'*' if one == chosen else ' '} {one}" for one in adapters) or "the server has no adapters")
 
     def check(self, params: dict[str, Any]) -> None:
         """Raise `ValueError` for what a minisgl server would refuse, in its words. Other servers check on their own."""

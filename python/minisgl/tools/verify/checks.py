@@ -125,14 +125,17 @@ def reference(folder: Path, sequences: list[list[int]], dtype: torch.dtype, devi
 
 
 def _load(folder: Path, dtype: torch.dtype) -> Any:
-    from transformers import AutoModelForCausalLM
+    import transformers
     from transformers.utils import logging
 
     logging.set_verbosity_error()
     logging.disable_progress_bar()
     try:
+        architectures = transformers.PreTrainedConfig.get_config_dict(folder)[0].get("architectures") or [""]
+        # `AutoModelForCausalLM` does not know text parts (Mistral 4), and most multimodal models.
+        model = getattr(transformers, architectures[0], transformers.AutoModelForCausalLM)
         # Load in `dtype`: converting the model later would also round its rotary frequencies.
-        return AutoModelForCausalLM.from_pretrained(
+        return model.from_pretrained(
             folder, dtype=dtype, attn_implementation="eager", local_files_only=True, use_safetensors=True
         )
     except Exception as e:  # any kind: an unknown architecture, a missing package, a broken file

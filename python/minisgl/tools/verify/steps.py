@@ -24,6 +24,8 @@ if TYPE_CHECKING:
 
 
 MAX_CAPTURED: Final = 8  # states of a span that are kept for `Stepper.share_prefix`
+MAX_ROWS: Final = 16  # whose slots captures leave free
+TOO_SMALL: Final = "the KV cache is too small to verify; give more --num-pages or a higher --memory-ratio"
 
 
 @dataclass(frozen=True)
@@ -42,8 +44,8 @@ class Span:
 
 def span_plan(spans: list[Span], page_writes: Sequence[tuple[int, int, int, int]] = ()) -> BatchPlan:
     """Return the plan of a step that computes `spans`. `page_writes` as PAGE_WRITE."""
-    slots = [(s.row, s.start, s.stop, Flag.SAMPLES if s.samples else 0) for s in spans]
-    return trial_plan(slots, np.concatenate([np.array(s.ids, np.int32) for s in spans]), page_writes)
+    sequences = [(s.row, s.start, s.stop, Flag.SAMPLES if s.samples else 0) for s in spans]
+    return trial_plan(sequences, np.concatenate([np.array(s.ids, np.int32) for s in spans]), page_writes)
 
 
 class Stepper:
@@ -73,6 +75,8 @@ class Stepper:
         for pages in self._pages[source][:count]:
             self._map(target, pages)
         if self._has_state:
+            if (source, tokens) not in self._captured:
+                raise ConfigError(TOO_SMALL)
             captured = np.array([self._captured[source, tokens]]), np.array([self._slot(target)])
             self.runner.parts.store.copy(*captured)
 
@@ -83,6 +87,8 @@ class Stepper:
 
     def _slot(self, row: int) -> int:
         if row not in self._slots:
+            if not self._states:
+                raise ConfigError(TOO_SMALL)
             self._slots[row] = self._states.pop()
             self._writes.append((STATE, row, SLOT_ID, self._slots[row]))
         return self._slots[row]
@@ -92,7 +98,7 @@ class Stepper:
         self._writes.append((STATE, span.row, STATE_LEN, span.stop))
         slot, size = self._slot(span.row), self.page_size
         ends = range(span.start // size * size + size, span.stop + 1, size)[-MAX_CAPTURED:]
-        for end in ends[: len(self._states)]:
+        for end in ends[: max(0, len(self._states) - MAX_ROWS)]:
             self._captured[span.row, end] = self._states.pop()
         targets = {end: self._captured[span.row, end] for end in ends if (span.row, end) in self._captured}
         return [(slot, target, span.row, end) for end, target in targets.items()]
@@ -102,9 +108,7 @@ class Stepper:
         for span in spans:
             while len(self._pages.get(span.row, ())) * self.page_size < span.stop:
                 if not all(self._free):
-                    raise ConfigError(
-                        "the KV cache is too small to verify; give more --num-pages or a higher --memory-ratio"
-                    )
+                    raise ConfigError(TOO_SMALL)
                 self._map(span.row, [free.pop() for free in self._free])
         copies = [copy for span in spans for copy in self._captures(span)] if self._has_state else []
         plan = replace(span_plan(spans, self._writes), captures=np.array(copies, COPY))
