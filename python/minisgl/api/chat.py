@@ -45,14 +45,13 @@ def prepared(
     request.scope[NAMES] |= names
     chat, customs, left_out = with_functions(chat)
     budgets = {name: value for name in BUDGETS if (value := _at(chat, name)) is not None}
-    chat, unread = _with_switches(chat, budgets, model, thinks)
     budget = next(iter(budgets.values()), args.thinking_budget)
-    if budget == NO_LIMIT or model.forms.reasoning is None:
-        budget = None
+    chat, unread = _with_switches(chat, budgets, model, thinks if budget else False)
     unread += unread_kwargs(chat.chat_template_kwargs, model.template_variables, args.unknown_fields == "refuse")
     report_ignored(request, left_out + [names.get(name, name) for name in unread])
     try:
-        return model.forms.prepare(chat, chat_message(chat, model.defaults, model.limits), customs, budget)
+        message = chat_message(chat, model.defaults, model.limits)
+        return model.forms.prepare(chat, message, customs, None if budget == NO_LIMIT else budget)
     except RequestError as e:
         if e.param != "tool_choice" or not left_out:
             raise

@@ -291,7 +291,7 @@ class FrontendManager:
         Each `n` adjacent messages are choices for one prompt. The submission sends all but the first of them later.
         Raises `RequestError`: 503 if the server drains or has failed, 429 if too many requests are open.
         """
-        self._require_capacity(len(messages))
+        self._require_capacity(len(messages), level)
         replace = msgspec.structs.replace
         if served is not None:
             adapted = (replace(m.sampling_params, adapter=served.adapter) for m in messages)
@@ -379,11 +379,12 @@ class FrontendManager:
         assert isinstance(reply, EngineView), f"a {type(reply).__name__} is not a view"
         return reply
 
-    def _require_capacity(self, n: int) -> None:
+    def _require_capacity(self, n: int, level: int = 0) -> None:
         self.require_ready()
+        counted = len(self._queries) + sum(open.level <= level for open in self._submissions.values())
         replicas = max(self._args.dp, len(self.dispatcher.router.replicas))
         scheduler = self._args.scheduler
-        if self.entries + n > replicas * (scheduler.max_queued_requests + scheduler.engine.max_running_requests):
+        if counted + n > replicas * (scheduler.max_queued_requests + scheduler.engine.max_running_requests):
             raise RequestError("too many requests; try again later", code="queue_full", status=429)
 
     def require_ready(self) -> None:

@@ -21,6 +21,7 @@ if TYPE_CHECKING:
     Encode = Callable[[bytes], list[int]]
 
 NEVER: Final = 1 << 30  # tokens: more than any text has
+AT_ONCE: Final = 512  # tokens that are looked at in one step, which takes about a millisecond
 
 
 class Anything:
@@ -71,7 +72,7 @@ class ThinkingMatcher:
     @property
     def free(self) -> int:
         """How many tokens may come next, whatever they are, before the limit must be looked at."""
-        return NEVER if self._counter.is_over else max(0, self._budget - self._counter.count)
+        return NEVER if self._counter.is_over else min(max(0, self._budget - self._counter.count), AT_ONCE)
 
     @property
     def mask(self) -> Ints:

@@ -216,7 +216,8 @@ class Scheduler:
         try:
             if msg.uid in self.live:
                 raise ValueError(f"request {msg.uid} is running already")
-            req = self.admission.admit(msg, self.num_queued, self.prefill.is_full)
+            num_queued = len(self.grammars) + sum(req.rank[0] <= msg.level for req in self.prefill.waiting)
+            req = self.admission.admit(msg, num_queued, self.prefill.is_full)
             if msg.sampling_params.adapter is not None and not self.engine.adapter_slots:
                 raise RequestError("this engine has no room for adapters", param="model", code="model_not_found")
             self.grammars.submit(req, self.engine.read_adapter)

@@ -462,6 +462,7 @@ class ServerArgs(Settings):
         None,
         "classes of clients, the most urgent first (interactive,batch); each API key then begins with its class "
         "(interactive=KEY)",
+        aliases=("class",),
         form=list,
     )
     allowed_hosts: str | None = option(
@@ -554,12 +555,12 @@ class ServerArgs(Settings):
         | dict.fromkeys(("step3", "step3p5"), "deepseek_r1")
         | dict.fromkeys(("cohere_command3", "cohere_command4"), "command"),
     )
-    thinking_budget: int | None = option(
-        None,
+    thinking_budget: int = option(
+        -1,
         "most tokens of a model's reasoning, after which its end is forced, for requests that set no limit; 0 = no "
-        "reasoning; default = no limit",
+        "reasoning, -1 = no limit",
         aliases=("reasoning_budget",),
-        minimum=0,
+        minimum=-1,
     )
     run_dir: str = ""  # the private folder of the ipc sockets, made at the start; not an option
     incarnation: int = 0  # the number of a replica's run, over all replicas; not an option
@@ -596,10 +597,11 @@ class ServerArgs(Settings):
         names = split_list(self.classes)
         if not names:
             return dict.fromkeys(given, 0)
-        pairs = [key.partition("=")[::2] for key in given]
-        if not {name for name, _ in pairs} <= {*names}:
-            raise ConfigError(f"--classes: each API key must begin with its class, such as {names[0]}=KEY")
-        return {key: names.index(name) for name, key in pairs}
+        pairs = {key.partition("=")[::2] for key in given}
+        keys = {key: names.index(name) for name, key in pairs if name in names}
+        if len(keys) < len(pairs):
+            raise ConfigError(f"--classes: each API key must begin with its one class, such as {names[0]}=KEY")
+        return keys
 
     def _addr(self, name: str) -> str:
         assert self.run_dir, "the run directory is not made yet"
