@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import random
 
+import msgspec
 import pytest
 
+from minisgl.core.params import Adapter
 from minisgl.core.plan import FinishReason
 from minisgl.scheduler.prefill import AGING, OVERTAKING
-from minisgl.scheduler.req import Req
+from minisgl.scheduler.req import Req, Status
 from support.fake_engine import FakeEngine
 from support.traces import Harness
 
@@ -50,6 +52,7 @@ def test_the_least_urgent_make_room(depth: int, rows: int, pages: int) -> None:
         h.step()
     running = [uid for uid in h.requests if h.table_row(uid) is not None]
     assert 0 in running and len(running) < len(ranks)
+    patience = {uid: h.scheduler.live[uid].patience for uid in running}
     urgent = h.add([9] * 40, 4, priority=-1, ignore_eos=True)
     steps = 0
     while not h.outputs[urgent]:
@@ -57,9 +60,52 @@ def test_the_least_urgent_make_room(depth: int, rows: int, pages: int) -> None:
         steps += 1
     left = [uid for uid in running if h.table_row(uid) is None]
     assert steps <= 3 + 2 * depth and left == [max(running, key=lambda uid: (ranks[uid], uid))]
+    victim, prefill = h.scheduler.live[left[0]], h.scheduler.prefill
+    left_over = victim.overdue_at - prefill._admitted
+    assert left_over <= patience[victim.uid] - 40, "all waits together are bounded"
     h.finish_all()
     h.check_outputs()
     assert {*h.endings.values()} == {FinishReason.LENGTH}
+
+
+@pytest.mark.parametrize("depth", [0, 1])
+def test_the_least_urgent_give_up_the_slot_of_an_adapter(depth: int) -> None:
+    """All those of one slot, and no other; none passes an overdue request that lacks one."""
+    h = harness(depth, adapter_slots=2, chunk=100)
+    for name, priority in (("a", 2), ("a", 1), ("b", 2), ("b", 0), ("", 3)):
+        adapter = Adapter(name, f"/{name}", "key") if name else None
+        h.add([1 + len(h.requests)] * 9, 60, priority=priority, adapter=adapter, ignore_eos=True)
+    for _ in range(8):
+        h.step()
+    assert all(h.outputs.values())
+    _, urgent = (h.add([9] * 9, 60, priority=p, adapter=Adapter("c", "/c", "key")) for p in (1, 0))
+    for _ in range(6 + 2 * depth):
+        h.step()
+    assert h.outputs[urgent] and [uid for uid in range(5) if h.table_row(uid) is None] == [0, 1]
+    late = h.add([9] * 9, 4, priority=3, adapter=Adapter("d", "/d", "key"))
+    while h.scheduler.live.get(late) is None or h.scheduler.live[late].status is not Status.WAITING:
+        h.step()  # until the adapter is read
+    h.scheduler.live[late].overdue_at = 0
+    h.scheduler.prefill._is_sorted = False
+    other = h.add([8] * 9, 4, priority=-5)
+    for _ in range(6):
+        h.step()
+    assert not h.outputs[other] and not h.outputs[late]
+    h.finish_all()
+    h.check_outputs()
+
+
+def test_less_urgent_classes_do_not_fill_the_queue() -> None:
+    h = harness(rows=1)
+    h.scheduler.admission.max_queued = 2
+    for level in (1, 1, 1, 1, 0, 0, 0):
+        h.add([1 + len(h.requests)] * 9, 20, ignore_eos=True)
+        h.io.inbox[-1] = msgspec.structs.replace(h.io.inbox[-1], level=level)
+        h.step()
+    h.finish_all()
+    refused = [uid for uid, error in h.errors.items() if "waiting already" in error]
+    assert refused == [3, 6]
+    h.check_outputs()
 
 
 def test_equal_ranks_make_no_room() -> None:
