@@ -15,6 +15,7 @@ from minisgl.api.protocol import ChatCompletionRequest
 from minisgl.api.requests import ServedModel, chat_message, check_tool, unsupported_type
 from minisgl.core.errors import RequestError, unsupported
 from minisgl.core.message import TokenizeMsg
+from minisgl.core.params import MAX_INT32
 from minisgl.settings.options import ServerArgs
 
 # Fields of a chat that turn reasoning on or off, and those of its values that turn it off.
@@ -124,8 +125,9 @@ def _with_switches(
         raise unsupported_type("thinking", given["thinking.type"], "thinking")
     unread: dict[str, None] = {}
     for name, budget in budgets.items():
-        if budget < NO_LIMIT:
-            raise unsupported(f"{name} must be a number of tokens, 0 (no reasoning) or -1 (no limit)", name)
+        if not NO_LIMIT <= budget <= MAX_INT32:
+            rule = f"must be a number of tokens up to {MAX_INT32}, 0 (no reasoning) or -1 (no limit)"
+            raise unsupported(f"{name} {rule}", name)
         if budget != next(iter(budgets.values())):
             raise RequestError(f"{name} contradicts {next(iter(budgets))}", param=name)
         if budget > 0 and forms.reasoning is None:

@@ -561,6 +561,7 @@ class ServerArgs(Settings):
         "reasoning, -1 = no limit",
         aliases=("reasoning_budget",),
         minimum=-1,
+        maximum=2**31 - 1,
     )
     run_dir: str = ""  # the private folder of the ipc sockets, made at the start; not an option
     incarnation: int = 0  # the number of a replica's run, over all replicas; not an option
@@ -597,6 +598,8 @@ class ServerArgs(Settings):
         names = split_list(self.classes)
         if not names:
             return dict.fromkeys(given, 0)
+        if len({*names}) < len(names):
+            raise ConfigError("--classes: there is a class twice")
         pairs = {key.partition("=")[::2] for key in given}
         keys = {key: names.index(name) for name, key in pairs if name in names}
         if len(keys) < len(pairs):

@@ -162,7 +162,8 @@ def test_effort_reaches_templates_that_read_it() -> None:
     [
         ({"thinking_budget": 1024}, "thinking_budget", "no markers of this model's reasoning are known"),
         ({"reasoning": {"max_tokens": 7}}, "reasoning.max_tokens", "no markers"),
-        ({"thinking_token_budget": -2}, "thinking_budget", "must be a number of tokens, 0"),
+        ({"thinking_token_budget": -2}, "thinking_budget", "must be a number of tokens"),
+        ({"reasoning": {"max_tokens": 2**31}}, "reasoning.max_tokens", "up to 2147483647, 0"),
         ({"thinking_budget": 7, "reasoning": {"max_tokens": 0}}, "thinking_budget", "contradicts reasoning.max_tokens"),
         ({"enable_thinking": True, "think": False}, "think", "contradicts enable_thinking"),
         ({"thinking": {"type": "deep"}}, "thinking", "'deep'"),
@@ -187,6 +188,9 @@ def test_reasoning_has_a_budget(api: str) -> None:
     for fields, budget in (({}, 5), ({"thinking_budget": -1}, None), ({"thinking_budget": 9}, 9)):
         limited = prepare(model, api, ServerArgs(thinking_budget=5), **fields)[0].sampling_params.thinking
         assert limited == Thinking("<think>", "</think>", budget=budget)
+    switched = model_with("{{ enable_thinking }}<think></think>", "think")
+    message, _, _ = prepare(switched, api, ServerArgs(thinking_budget=0))
+    assert message.template_kwargs == {"enable_thinking": False}, "a switch is better than the end of what has begun"
     assert prepare(model_with("x"), api, ServerArgs(thinking_budget=5))[0].sampling_params.thinking is None
 
 

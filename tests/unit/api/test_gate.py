@@ -188,7 +188,8 @@ def test_keys_have_classes(tmp_path: Path) -> None:
     levels = [Access.of(args).level(Headers({"x-api-key": key})) for key in ("a=1", "b", "c", "batch=b", "a")]
     assert levels == [0, 1, 1, None, None]
     assert answer(args, authorization="Bearer c") == 204 and answer(args, authorization="Bearer batch=c") == 401
-    for wrong in ({}, {"api_key": "a"}, {"api_key": "batch=a,other=b"}, {"api_key": "batch="}):
+    twice = {"api_key": "batch=a,interactive=a"}, {"api_key": "batch=a", "classes": "batch,batch"}
+    for wrong in ({}, {"api_key": "a"}, {"api_key": "batch=a,other=b"}, {"api_key": "batch="}, *twice):
         with pytest.raises(ConfigError, match=r"--classes|not empty") as e:
-            ServerArgs(classes="interactive,batch", **wrong)
+            ServerArgs(**({"classes": "interactive,batch"} | wrong))
         assert "other" not in str(e.value)
