@@ -69,6 +69,7 @@ class InstantEngine:
     """Answers at once; every token is 7."""
 
     is_async = True
+    adapter_slots = 0
     tiers = ()
     bounded = ()
     adapter_slots = 0
@@ -87,6 +88,9 @@ class InstantEngine:
 
     def describe(self) -> dict[str, str | int | float]:
         return {}
+
+    def read_adapter(self, source: str) -> None:
+        pass
 
     def launch(self, plan: BatchPlan) -> InstantOutput:
         count = int(plan.widths.sum())

@@ -16,7 +16,7 @@ if TYPE_CHECKING:
     from minisgl.llm.llm import LLM
 
 __version__ = "0.1.0"
-__all__ = ["LLM", "AsyncLLM", "Completion", "Grammar", "Piece", "SamplingParams", "__version__"]
+__all__ = ["LLM", "AsyncLLM", "Completion", "Grammar", "Piece", "SamplingParams", "Thinking", "__version__"]
 
 
 def __getattr__(name: str) -> Any:
@@ -29,7 +29,7 @@ def __getattr__(name: str) -> Any:
         from minisgl.llm import async_llm
 
         return getattr(async_llm, name)
-    if name in ("Grammar", "SamplingParams"):
+    if name in ("Grammar", "SamplingParams", "Thinking"):
         from minisgl.core import params
 
         return getattr(params, name)

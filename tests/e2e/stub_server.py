@@ -145,7 +145,11 @@ def run(args: ServerArgs, ready: Ready) -> None:
 
 
 def prepare(
-    forms: OutputForms, request: ChatCompletionRequest, message: TokenizeMsg, customs: frozenset[str] = frozenset()
+    forms: OutputForms,
+    request: ChatCompletionRequest,
+    message: TokenizeMsg,
+    customs: frozenset[str] = frozenset(),
+    budget: int | None = None,
 ) -> tuple[TokenizeMsg, Callable[[], OutputParser]]:
     """`OutputForms.prepare` for the parsers that the request names, so that one server has all of them."""
     names = message.template_kwargs
@@ -153,7 +157,7 @@ def prepare(
     chosen = replace(forms, tools=tools or forms.tools)
     if reasoning is not None:
         chosen = replace(chosen, reasoning=reasoning, opened={None: reasoning.starts_open})
-    return PREPARE(chosen, request, message, customs)
+    return PREPARE(chosen, request, message, customs, budget)
 
 
 PREPARE = OutputForms.prepare

@@ -237,6 +237,10 @@ def test_reasoning_is_an_item(thinker: openai.OpenAI) -> None:
     events = list(ask(thinker, "What is 12 + 30?", max_output_tokens=20, extra_body=THINKING, stream=True))
     deltas = [e.delta for e in events if e.type == "response.reasoning_text.delta"]
     assert "".join(deltas) == item.content[0].text
+    limited = ask(thinker, "What is 12 + 30?", extra_body=THINKING | {"thinking_budget": 7})
+    assert [item.type for item in limited.output] == ["reasoning", "message"]
+    assert limited.usage.output_tokens_details.reasoning_tokens == 7
+    assert whole.usage.output_tokens_details.reasoning_tokens == whole.usage.output_tokens
     for off in ({}, {"reasoning": {"effort": "none"}}, {"extra_body": {"enable_thinking": False}}):
         assert "42" in ask(thinker, "What is 12 + 30?", **off).output_text
 

@@ -304,3 +304,30 @@ def test_api_key() -> None:
         assert client.get("/v1/models", headers={"authorization": "Bearer Secret"}).status_code == 401
         assert client.get("/v1/models", headers={"authorization": "Bearer secret"}).status_code == 200
         assert b"secret" not in client.get("/server_info", headers={"authorization": "Bearer secret"}).content
+
+
+def test_classes_and_priorities() -> None:
+    """With one row, a request waits for none of a later class or of a higher number, whoever came first."""
+    flags = ("--classes", "interactive,batch", "--api-key", "interactive=a,batch=b", "--max-running-requests", "1")
+    with ServerProcess(*flags) as server, server.client() as client, ThreadPoolExecutor(4) as pool:
+
+        def ask(key: str, priority: int, tokens: int) -> float:
+            body = {"prompt": f"{priority} {key}", "max_tokens": tokens, "ignore_eos": True, "priority": priority}
+            answer = client.post("/v1/completions", json=body, headers={"x-api-key": key}).json()
+            assert answer["usage"]["completion_tokens"] == tokens
+            return time.monotonic()
+
+        ends = []
+        for key, priority, tokens in (("b", -9, 1500), ("b", 3, 200), ("b", 2, 200), ("a", 7, 5)):
+            ends.append(pool.submit(ask, key, priority, tokens))
+            time.sleep(0.02)
+        first, last, third, urgent = [end.result() for end in ends]
+        assert urgent < first < third < last
+        client.headers["x-api-key"] = "a"
+        refused = client.post("/v1/completions", json={"prompt": "a", "priority": 2**40})
+        assert refused.status_code == 400 and refused.json()["error"]["param"] == "priority"
+        text = client.get("/metrics").text
+        for name, counts in (("request_success_total", (1, 3)), ("time_to_first_token_seconds_count", (1, 3))):
+            for kind, count in zip(("interactive", "batch"), counts, strict=True):
+                lines = [line for line in text.splitlines() if f"minisgl:{name}" in line and f'class="{kind}"' in line]
+                assert sum(float(line.rpartition(" ")[2]) for line in lines) == count

@@ -256,7 +256,8 @@ def test_parsers_are_named_at_the_start(special: ServerProcess) -> None:
 
 
 THINKING: dict[str, Any] = {"extra_body": {"chat_template_kwargs": {"thinking": True}}}
-END_OF_REASONING = {"6": 100}
+END = 6  # of reasoning
+END_OF_REASONING = {str(END): 100}
 
 
 def test_reasoning_is_separated(thinker: openai.OpenAI) -> None:
@@ -282,6 +283,30 @@ def test_markers_may_be_special_tokens(thinker: openai.OpenAI, choice: Any, skip
     with thinker.chat.completions.stream(messages=[QUESTION], **COMMON, **fields) as stream:
         require_weather_call(stream.get_final_completion().choices[0])
     require_weather_call(ask(thinker, QUESTION, response_format=FORMAT, **fields))
+
+
+@pytest.mark.parametrize("budget", [0, 1, 5, 19])
+def test_reasoning_is_cut_at_its_budget(thinker: openai.OpenAI, budget: int) -> None:
+    """What follows is an answer, a schema's text or a forced call, whole and streamed."""
+    common = COMMON | {"messages": [QUESTION], "max_tokens": 60}
+    extra = THINKING["extra_body"] | {"return_token_ids": True}
+    free = thinker.chat.completions.create(**common, extra_body=extra).choices[0].token_ids
+    limited = common | {"extra_body": extra | {"thinking_token_budget": budget}}
+    forced: dict[str, Any] = {"tools": TOOLS, "tool_choice": "required"}
+    for fields in ({}, {"n": 2, "logprobs": True}, {"response_format": FORMAT}, forced):
+        answer: Any = thinker.chat.completions.create(**limited, **fields)
+        for choice in answer.choices:
+            ids, content = choice.token_ids, choice.message.content
+            assert ids.index(END) == budget and (fields or ids[:budget] == free[:budget])
+            assert "think>" not in (content or "")
+            if "tools" in fields:
+                require_weather_call(choice)
+            elif "response_format" in fields:
+                assert json.loads(content).keys() == {"answer"}
+        details = answer.usage.completion_tokens_details
+        assert (details.reasoning_tokens if details else 0) == budget * len(answer.choices)
+        with thinker.chat.completions.stream(**limited, **fields) as stream:
+            assert stream.get_final_completion().choices[0].message.content == (content or "")
 
 
 @pytest.mark.parametrize("tools", [[], TOOLS])

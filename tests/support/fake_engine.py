@@ -31,7 +31,7 @@ from minisgl.kvcache.arena import Blocks
 from minisgl.kvcache.snapshots import STEP_TOKENS, Bounded, IdPool, recent_tokens
 from minisgl.kvcache.tiers import TierSpec
 from minisgl.scheduler.cache import CacheManager
-from support.fake_grammar import FakeMatcher
+from support.fake_grammar import FakeMatcher, LimitedMatcher
 
 EOS = 0
 POISON = -7
@@ -76,7 +76,7 @@ def expected_output(
     *,
     ignore_eos: bool = False,
     stops: Sequence[int] = (),
-    matcher: FakeMatcher | None = None,
+    matcher: FakeMatcher | LimitedMatcher | None = None,
     adapter: str = "",
 ) -> list[int]:
     """What the engine must generate for a prompt, whatever else is going on."""

@@ -10,9 +10,11 @@ from typing import Any
 import numpy as np
 
 from minisgl.core.errors import RequestError
-from minisgl.core.params import Grammar
+from minisgl.core.params import Grammar, Thinking
+from minisgl.grammar.thinking import Anything, ThinkingMatcher
 
 EOS = 0
+FIRST_CHAR = 0x4E00  # of the token 0; none of its neighbours is white space
 
 
 class FakeMatcher:
@@ -73,9 +75,60 @@ class FakeMatcher:
         self.is_complete = len(self.history) == self.length
 
 
+def text_of(tokens: Sequence[int]) -> str:
+    """The text of tokens, each of which is one character."""
+    return "".join(chr(FIRST_CHAR + token) for token in tokens)
+
+
+class LimitedMatcher:
+    """What `ThinkingMatcher` allows of the tokens that `inner` does, found in the whole text each time."""
+
+    def __init__(self, thinking: Thinking, vocab: int, inner: FakeMatcher | None) -> None:
+        self.thinking, self.vocab, self.inner = thinking, vocab, inner
+        self.output: list[int] = []
+
+    @property
+    def is_complete(self) -> bool:
+        return self.inner is not None and self.inner.is_complete
+
+    def advance(self, token: int) -> None:
+        self.output.append(token)
+        if self.inner is not None:
+            self.inner.advance(token)
+
+    def allowed(self) -> list[int]:
+        allowed = [*range(self.vocab)] if self.inner is None else self.inner.allowed()
+        marker, is_forced = self.marker()
+        next_ones = [t for t in allowed if (text_of([t]) == marker) == is_forced] if marker else allowed
+        return next_ones or allowed
+
+    def marker(self) -> tuple[str, bool]:
+        """The character of a marker that must come next, or that must not."""
+        t, text, count, has_closed = self.thinking, text_of(self.output), 0, False
+        is_inside, start = t.is_open, 0
+        while (at := text.find(t.close if is_inside else t.open, start)) >= 0:
+            if not is_inside and (has_closed or at) and not t.lead:
+                break
+            count += (at - start) * is_inside
+            has_closed |= is_inside
+            start, is_inside = at + len(t.close if is_inside else t.open), not is_inside
+        count += (len(text) - start) * is_inside
+        if count < (t.budget or 0) or not (is_inside or (has_closed and t.lead)):
+            return "", False
+        marker = t.close if is_inside else t.open
+        begun = max(n for n in range(len(marker)) if text[start:].endswith(marker[:n]))
+        shared = next((n for n in range(len(marker)) if t.lead[: n + 1] != marker[: n + 1]), len(marker))
+        return marker[begun] if is_inside or begun == shared else "", is_inside
+
+
 class FakeCompiler:
     def __init__(self, vocab: int) -> None:
         self.vocab = vocab
+
+    def limit(self, thinking: Thinking, grammar: FakeMatcher | None) -> ThinkingMatcher:
+        tokens = [text_of([t]).encode() for t in range(self.vocab)]
+        inner: Any = Anything(self.vocab) if grammar is None else grammar
+        return ThinkingMatcher(thinking, tokens, lambda text: [ord(c) - FIRST_CHAR for c in text.decode()], inner)
 
     def is_known(self, grammar: Grammar) -> bool:
         return True

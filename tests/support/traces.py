@@ -13,7 +13,7 @@ import numpy as np
 
 from minisgl.core.layout import STATE, WINDOW
 from minisgl.core.message import AbortMsg, UserMsg, ids_from_bytes, ids_to_bytes
-from minisgl.core.params import Adapter, Grammar, SamplingParams
+from minisgl.core.params import Adapter, Grammar, SamplingParams, Thinking
 from minisgl.core.plan import FinishReason, StepCosts
 from minisgl.kvcache.snapshots import Bounded, ids_per_row
 from minisgl.kvcache.tiers import TierSpec
@@ -23,7 +23,7 @@ from minisgl.scheduler.io import OfflineIO
 from minisgl.scheduler.scheduler import Scheduler
 from minisgl.settings.options import EngineConfig, SchedulerConfig
 from support.fake_engine import FakeEngine, expected_output
-from support.fake_grammar import FakeCompiler, FakeMatcher, LateExecutor
+from support.fake_grammar import FakeCompiler, FakeMatcher, LateExecutor, LimitedMatcher, text_of
 
 
 class Harness:
@@ -135,12 +135,14 @@ class Harness:
             capacity = self.scheduler.cache.arena.max_pages * self.engine.page_size + 1
             most = min(self.engine.limits.max_model_len, capacity) - len(prompt)
             limit = most if params.max_tokens is None else min(most, params.max_tokens)
-            matcher = None
+            matcher: FakeMatcher | LimitedMatcher | None = None
             if params.grammar is not None and params.grammar.text == "bad":
                 assert self.endings[uid] is FinishReason.ABORT and not self.outputs[uid]
                 continue
             if params.grammar is not None:
                 matcher = FakeMatcher(params.grammar.text, self.engine.vocab, not params.ignore_eos)
+            if params.thinking is not None:
+                matcher = LimitedMatcher(params.thinking, self.engine.vocab, matcher)
             want = expected_output(
                 prompt,
                 limit,
@@ -177,7 +179,7 @@ def run_random_trace(
     `damage`. `bounded` names the bounded state that rows have: "window", "state", or "window state". With
     `adapter_slots`, most requests have one of five adapters, of which one is bad.
     """
-    rng = random.Random(seed)
+    rng, limits = random.Random(seed), random.Random(seed)
     page_size = rng.choice((1, 2, 4, 8))
     max_len = 64
     tight = rng.random() < 0.5
@@ -233,6 +235,15 @@ def run_random_trace(
             if rng.random() < 0.25:
                 text = "bad" if rng.random() < 0.1 else f"{rng.randrange(9)} {rng.choice((1, 3, 12, 99))}"
                 wanted["grammar"] = Grammar("regex", text)
+            if limits.random() < 0.2:
+                markers = [
+                    text_of([limits.randrange(1, vocab) for _ in range(limits.choice((1, 1, 2, 3)))]) for _ in "ab"
+                ]
+                budget = limits.choice((0, 1, 3, 7, 30))
+                lead = limits.choice(("", "", text_of([1]), markers[0][:1] + text_of([2])))
+                wanted["thinking"] = Thinking(*markers, limits.random() < 0.7, lead, budget)
+            if limits.random() < 0.3:
+                wanted["priority"] = limits.choice((-5, 1, 2))
             if adapter_slots and rng.random() < 0.7:
                 name = rng.choice(("bad", *"abcd"))
                 wanted["adapter"] = Adapter(name, f"/{name}", "key")

@@ -135,6 +135,7 @@ def _usage(reply: UserReply) -> p.MessageUsage:
         input_tokens=reply.prompt_tokens - reply.cached_tokens,
         cache_read_input_tokens=reply.cached_tokens,
         output_tokens=reply.completion_tokens,
+        output_tokens_details=p.ThinkingTokens(reply.reasoning_tokens),
     )
 
 

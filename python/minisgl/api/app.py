@@ -32,7 +32,7 @@ from minisgl.api.requests import ServedModel
 from minisgl.api.routes import Routes, openapi_schema, unknown_path
 from minisgl.api.tracing import Traces, is_traced
 from minisgl.core.errors import RequestError
-from minisgl.settings.options import ServerArgs
+from minisgl.settings.options import ServerArgs, split_list
 
 ADDERS: Final = (
     *(add_openai_routes, add_responses_routes, add_messages_routes, add_generate_route, add_embeddings_routes),
@@ -45,7 +45,8 @@ def create_app(args: ServerArgs, model: ServedModel) -> Starlette:
 
     @asynccontextmanager
     async def lifespan(app: Starlette) -> AsyncIterator[None]:
-        frontend = FrontendManager(args, model.limits, Metrics(model.name, model.adapters))
+        metrics = Metrics(model.name, model.adapters, split_list(args.classes))
+        frontend = FrontendManager(args, model.limits, metrics)
         app.state.frontend = frontend
         try:
             yield

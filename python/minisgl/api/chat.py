@@ -15,15 +15,17 @@ from minisgl.api.protocol import ChatCompletionRequest
 from minisgl.api.requests import ServedModel, chat_message, check_tool, unsupported_type
 from minisgl.core.errors import RequestError, unsupported
 from minisgl.core.message import TokenizeMsg
+from minisgl.core.params import MAX_INT32
 from minisgl.settings.options import ServerArgs
 
 # Fields of a chat that turn reasoning on or off, and those of its values that turn it off.
 THINKS: Final = (
     *("thinking.type", "thinking", "enable_thinking", "think", "reasoning.enabled", "reasoning.effort", EFFORT),
-    *("reasoning.max_tokens", "thinking_budget"),
 )
 OFF: Final = (False, 0, "none", "disabled", "off")
-NO_LIMIT: Final = -1  # of a budget, which turns nothing on or off
+# Fields of a chat that limit reasoning. 0 turns it off, and OpenRouter's name turns it on.
+BUDGETS: Final = ("thinking.budget_tokens", "reasoning.max_tokens", "thinking_budget")
+NO_LIMIT: Final = -1
 TEXT: Final = {"type": "text"}
 
 
@@ -43,11 +45,14 @@ def prepared(
     names = names or {}
     request.scope[NAMES] |= names
     chat, customs, left_out = with_functions(chat)
-    chat, unread = _with_switches(chat, model, thinks)
+    budgets = {name: value for name in BUDGETS if (value := _at(chat, name)) is not None}
+    budget = next(iter(budgets.values()), args.thinking_budget)
+    chat, unread = _with_switches(chat, budgets, model, thinks if budget else False)
     unread += unread_kwargs(chat.chat_template_kwargs, model.template_variables, args.unknown_fields == "refuse")
     report_ignored(request, left_out + [names.get(name, name) for name in unread])
     try:
-        return model.forms.prepare(chat, chat_message(chat, model.defaults, model.limits), customs)
+        message = chat_message(chat, model.defaults, model.limits)
+        return model.forms.prepare(chat, message, customs, None if budget == NO_LIMIT else budget)
     except RequestError as e:
         if e.param != "tool_choice" or not left_out:
             raise
@@ -97,17 +102,19 @@ def _text_function(custom: dict[str, Any]) -> dict[str, Any]:
 
 
 def _with_switches(
-    chat: ChatCompletionRequest, model: ServedModel, default: bool | None
+    chat: ChatCompletionRequest, budgets: dict[str, int], model: ServedModel, default: bool | None
 ) -> tuple[ChatCompletionRequest, list[str]]:
     """Return `chat` with the template's variables for the reasoning that it asks for, and its fields without an effect.
 
-    `default` counts if it asks for nothing; `chat_template_kwargs` override all. Raises `RequestError` (400) if fields
-    contradict each other, or if the template has no switch to turn reasoning off.
+    `default` counts if it asks for nothing; `chat_template_kwargs` override all. `budgets` are its fields with a limit.
+    Raises `RequestError` (400) if fields contradict each other, if there is no reasoning to limit, or if the template
+    has no switch to turn reasoning off, and no limit can be enforced.
     """
     forms, variables = model.forms, model.template_variables
     kwargs = dict(chat.chat_template_kwargs or {})
     given: dict[str, Any] = {}
-    given |= {name: value for name in THINKS if isinstance(value := _at(chat, name), str | int) and value != NO_LIMIT}
+    given |= {name: value for name in THINKS if isinstance(value := _at(chat, name), str | int)}
+    given |= {n: bool(v) for n, v in budgets.items() if v == 0 or (v > 0 and n == "reasoning.max_tokens")}
     if forms.switches:  # clients use both names, whatever the template calls its switch
         foreign = [n for n in ("enable_thinking", "thinking") if n not in variables and isinstance(kwargs.get(n), bool)]
         given |= {f"chat_template_kwargs.{name}": kwargs.pop(name) for name in foreign}
@@ -116,15 +123,24 @@ def _with_switches(
     thinks = next(iter(asked.values()), True if levels and default is None else default)
     if given.get("thinking.type", "auto") not in ("enabled", "adaptive", "auto", "disabled"):
         raise unsupported_type("thinking", given["thinking.type"], "thinking")
+    unread: dict[str, None] = {}
+    for name, budget in budgets.items():
+        if not NO_LIMIT <= budget <= MAX_INT32:
+            rule = f"must be a number of tokens up to {MAX_INT32}, 0 (no reasoning) or -1 (no limit)"
+            raise unsupported(f"{name} {rule}", name)
+        if budget != next(iter(budgets.values())):
+            raise RequestError(f"{name} contradicts {next(iter(budgets))}", param=name)
+        if budget > 0 and forms.reasoning is None:
+            if name != BUDGETS[0]:  # which comes with every request for thinking
+                raise unsupported(f"{name}: no markers of this model's reasoning are known (--reasoning-parser)", name)
+            unread[name] = None
     for name, is_on in asked.items():
-        if type(given[name]) is int and is_on:
-            raise unsupported(f"{name} must be 0 (no reasoning) or -1; max_tokens limits the reasoning", name)
         if is_on is not thinks:
             raise RequestError(f"{name} contradicts {next(iter(asked))}", param=name)
-        if not is_on and not forms.switches and (forms.reasoning is not None or EFFORT in variables):
+        can_limit = name in budgets and forms.reasoning is not None
+        if not is_on and not (forms.switches or can_limit) and (forms.reasoning is not None or EFFORT in variables):
             why = "the chat template of this model has no switch for it; leave the field out"
             raise unsupported(f"{name}: reasoning cannot be turned off: {why}", name)
-    unread: dict[str, None] = {}
     if chat.reasoning and chat.reasoning.summary is not None:  # reasoning is returned as the model wrote it
         unread["reasoning.summary"] = None
     if thinks and not forms.switches and forms.reasoning is None:

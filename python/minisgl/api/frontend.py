@@ -118,6 +118,7 @@ class Submission:
         self.created = time.monotonic()
         self.uids = tuple(m.uid for m in messages)
         self.n = n
+        self.level = messages[0].level
         self.unfinished = set(self.uids)
         self._frontend = frontend
         self._served = served
@@ -174,15 +175,15 @@ class Submission:
         metrics = self._frontend.metrics
         generation = self._generations[reply.uid]
         if generation.first is not None:
-            metrics.inter_token_latency.observe(now - generation.last_at)
+            metrics.inter_token_latency[self.level].observe(now - generation.last_at)
         elif reply.completion_tokens:
-            metrics.time_to_first_token.observe(now - self.created)
-            metrics.queue_time.observe(reply.queue_seconds)
+            metrics.time_to_first_token[self.level].observe(now - self.created)
+            metrics.queue_time[self.level].observe(reply.queue_seconds)
             generation.first, generation.first_at = reply, now
         generation.last_at, generation.reply = now, reply
         if reply.finish_reason is not None:
             self.count(reply.uid)
-            metrics.observe_end(reply.finish_reason, self._figures(generation))
+            metrics.observe_end(reply.finish_reason, self._figures(generation), self.level)
 
     def count(self, uid: int) -> None:
         """Count a generation that has ended, or is aborted, for its adapter."""
@@ -281,21 +282,21 @@ class FrontendManager:
 
     @contextlib.asynccontextmanager
     async def submit(
-        self, messages: Sequence[TokenizeMsg], n: int = 1, served: ServedAdapter | None = None
+        self, messages: Sequence[TokenizeMsg], n: int = 1, served: ServedAdapter | None = None, level: int = 0
     ) -> AsyncIterator[Submission]:
         """Assign uids, send the requests, and yield their submission. At the end, abort unfinished generations.
 
-        The adapter in `served`, if any, computes them all.
+        The adapter in `served`, if any, computes them all. `level` is the class of the client.
 
         Each `n` adjacent messages are choices for one prompt. The submission sends all but the first of them later.
         Raises `RequestError`: 503 if the server drains or has failed, 429 if too many requests are open.
         """
-        self._require_capacity(len(messages))
+        self._require_capacity(len(messages), level)
         replace = msgspec.structs.replace
         if served is not None:
             adapted = (replace(m.sampling_params, adapter=served.adapter) for m in messages)
             messages = [replace(m, sampling_params=p) for m, p in zip(messages, adapted, strict=True)]
-        numbered = [replace(m, uid=next(self._uids), child_index=i) for i, m in enumerate(messages)]
+        numbered = [replace(m, uid=next(self._uids), child_index=i, level=level) for i, m in enumerate(messages)]
         submission = Submission(self, numbered, n, served)
         self._submissions.update({m.uid: submission for m in numbered})
         try:
@@ -309,7 +310,7 @@ class FrontendManager:
         for uid in list(submission.unfinished):
             await self._tokenize(AbortMsg(uid=uid))
             submission.count(uid)
-            self.metrics.observe_end(FinishReason.ABORT, {})
+            self.metrics.observe_end(FinishReason.ABORT, {}, submission.level)
         for uid in submission.uids:
             self._submissions.pop(uid, None)
 
@@ -378,11 +379,12 @@ class FrontendManager:
         assert isinstance(reply, EngineView), f"a {type(reply).__name__} is not a view"
         return reply
 
-    def _require_capacity(self, n: int) -> None:
+    def _require_capacity(self, n: int, level: int = 0) -> None:
         self.require_ready()
+        counted = len(self._queries) + sum(open.level <= level for open in self._submissions.values())
         replicas = max(self._args.dp, len(self.dispatcher.router.replicas))
         scheduler = self._args.scheduler
-        if self.entries + n > replicas * (scheduler.max_queued_requests + scheduler.engine.max_running_requests):
+        if counted + n > replicas * (scheduler.max_queued_requests + scheduler.engine.max_running_requests):
             raise RequestError("too many requests; try again later", code="queue_full", status=429)
 
     def require_ready(self) -> None:

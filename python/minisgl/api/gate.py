@@ -5,13 +5,14 @@ from __future__ import annotations
 import hmac
 import re
 import uuid
+from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Final
 
 from starlette.datastructures import Headers
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
-from minisgl.api.http import HEADERS, RAW_SEND, REQUEST_ID, error_response
+from minisgl.api.http import HEADERS, LEVEL, RAW_SEND, REQUEST_ID, error_response
 from minisgl.core.errors import RequestError
 from minisgl.settings.options import ServerArgs, is_loopback, split_list
 
@@ -32,7 +33,7 @@ class Access:
     origins  web pages of other hosts that may use the server, such as https://example.com; `ANY` for all
     """
 
-    api_keys: tuple[bytes, ...] | None
+    api_keys: Mapping[bytes, int] | None  # with the class of each
     hosts: frozenset[str]
     origins: frozenset[str]
     open_paths: frozenset[str] = OPEN_PATHS
@@ -50,7 +51,7 @@ class Access:
             hosts = {"localhost", "127.0.0.1", "[::1]", args.host} if is_local else {ANY}
         paths = OPEN_PATHS | {"/metrics"} if args.open_metrics else OPEN_PATHS
         keys = args.load_keys()
-        encoded = None if keys is None else tuple(key.encode() for key in keys)
+        encoded = None if keys is None else {key.encode(): level for key, level in keys.items()}
         return cls(
             encoded, frozenset(hosts), frozenset(_names(args.allowed_origins)), paths, args.root_path.rstrip("/")
         )
@@ -70,15 +71,20 @@ class Access:
         if is_foreign and not self.origins & {ANY, origin}:
             message = f"pages of {origin[:100]!r} may not use this server; see --allowed-origins"
             return RequestError(message, code="origin_not_allowed", status=403)
-        if self.api_keys is None or path.removeprefix(self.root_path) in self.open_paths:
-            return None
-        scheme, _, given = headers.get("authorization", "").partition(" ")
-        sent = [headers.get("x-api-key", ""), given.strip() if scheme.lower() == "bearer" else ""]
-        # Compare with all keys, in constant time.
-        if sum(hmac.compare_digest(one.encode("latin-1"), key) for one in sent for key in self.api_keys) > 0:
+        if path.removeprefix(self.root_path) in self.open_paths or self.level(headers) is not None:
             return None
         message = "a valid key is needed: `Authorization: Bearer KEY` or `x-api-key: KEY`"
         return RequestError(message, code="invalid_api_key", status=401)
+
+    def level(self, headers: Headers) -> int | None:
+        """Return the class of the client, 0 for the most urgent; None without a valid key."""
+        if self.api_keys is None:
+            return 0
+        scheme, _, given = headers.get("authorization", "").partition(" ")
+        sent = [headers.get("x-api-key", ""), given.strip() if scheme.lower() == "bearer" else ""]
+        # Compare with all keys, in constant time.
+        same = {key: sum(hmac.compare_digest(one.encode("latin-1"), key) for one in sent) for key in self.api_keys}
+        return next((level for key, level in self.api_keys.items() if same[key]), None)
 
 
 def _names(text: str | None) -> set[str]:
@@ -115,7 +121,7 @@ class Gate:
                 message["headers"] = [*message.get("headers", ()), *extra]
             await send(message)
 
-        scope[HEADERS], scope[RAW_SEND] = extra, send
+        scope[HEADERS], scope[RAW_SEND], scope[LEVEL] = extra, send, self._access.level(headers) or 0
         error = self._access.refusal(scope["path"], headers)
         app = self._app if error is None else error_response(scope["path"], error)
         await app(scope, receive, send_with_extra)

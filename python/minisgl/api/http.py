@@ -29,6 +29,8 @@ DROP: Final = "minisgl.drop"
 HEADERS: Final = "minisgl.headers"
 # Scope key of the client's names of our fields, which errors use.
 NAMES: Final = "minisgl.names"
+# Scope key of the number of the client's class.
+LEVEL: Final = "minisgl.level"
 # Scope key of the `ChosenModel` of the body.
 MODEL: Final = "minisgl.model"
 # Scope keys for the request log: the id of the request, and its `Submission` once it has one.

@@ -303,6 +303,7 @@ class ItemRenderer(Renderer):
             input_tokens=reply.prompt_tokens,
             input_tokens_details=p.InputDetails(reply.cached_tokens),
             output_tokens=reply.completion_tokens,
+            output_tokens_details=p.ReasoningTokens(reply.reasoning_tokens),
             total_tokens=reply.prompt_tokens + reply.completion_tokens,
         )
         self._response = msgspec.structs.replace(

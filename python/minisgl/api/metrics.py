@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import logging
 import time
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from itertools import product
 from typing import Final
 
 from prometheus_client import CollectorRegistry, Histogram, ProcessCollector
@@ -72,32 +73,46 @@ class _Families(Collector):
 class Metrics:
     """The metrics of the API process, the text of `/metrics`, and the throughput line of the log."""
 
-    def __init__(self, model: str, adapters: Mapping[str, ServedAdapter] | None = None) -> None:
-        """`adapters` are those that are served whenever the metrics are read."""
+    def __init__(
+        self, model: str, adapters: Mapping[str, ServedAdapter] | None = None, classes: Sequence[str] = ()
+    ) -> None:
+        """`adapters` are those that are served whenever the metrics are read.
+
+        With `classes` of clients, what is counted of single requests has their names as a label.
+        """
         self._model = model
         self._adapters = adapters or {}
+        self._classes: list[tuple[str, ...]] = [(name,) for name in classes] or [()]
         self._registry = CollectorRegistry()
-        self.time_to_first_token = self._histogram(
+        self.time_to_first_token = self._histograms(
             "time_to_first_token_seconds", "Arrival to first token", _TTFT_BUCKETS
         )
-        self.inter_token_latency = self._histogram("inter_token_latency_seconds", "Between two tokens", _ITL_BUCKETS)
-        self.queue_time = self._histogram("request_queue_time_seconds", "Acceptance to first planning", _QUEUE_BUCKETS)
-        self._of_ended = {name: self._histogram(name, *form) for name, form in _OF_ENDED.items()}
-        self._ends = dict.fromkeys(FinishReason, 0)
+        self.inter_token_latency = self._histograms("inter_token_latency_seconds", "Between two tokens", _ITL_BUCKETS)
+        self.queue_time = self._histograms("request_queue_time_seconds", "Acceptance to first planning", _QUEUE_BUCKETS)
+        self._of_ended = {name: self._histograms(name, *form) for name, form in _OF_ENDED.items()}
+        self._ends = dict.fromkeys(product(FinishReason, range(len(self._classes))), 0)
         ProcessCollector(registry=self._registry)
         self._logged = StatsMsg()
         self._logged_at = time.monotonic()
 
-    def _histogram(self, name: str, help: str, bounds: tuple[float, ...]) -> Histogram:
-        histogram = Histogram("minisgl:" + name, help, ["model_name"], registry=self._registry, buckets=bounds)
-        return histogram.labels(self._model)
+    def _labels(self, *names: str) -> list[str]:
+        """Return the labels of what is counted of single requests."""
+        return ["model_name", *names, *("class" for _ in self._classes[0])]
 
-    def observe_end(self, reason: FinishReason, figures: Mapping[str, float]) -> None:
-        """Count a request that has ended. If it ended by itself, observe its `figures`, named as in `_OF_ENDED`."""
-        self._ends[reason] += 1
+    def _histograms(self, name: str, help: str, bounds: tuple[float, ...]) -> list[Histogram]:
+        """Return a histogram for each class."""
+        histogram = Histogram("minisgl:" + name, help, self._labels(), registry=self._registry, buckets=bounds)
+        return [histogram.labels(self._model, *name_of_class) for name_of_class in self._classes]
+
+    def observe_end(self, reason: FinishReason, figures: Mapping[str, float], level: int = 0) -> None:
+        """Count a request of the class with number `level` that has ended.
+
+        If it ended by itself, observe its `figures`, named as in `_OF_ENDED`.
+        """
+        self._ends[reason, level] += 1
         if reason in (FinishReason.STOP, FinishReason.LENGTH):
             for name, value in figures.items():
-                self._of_ended[name].observe(value)
+                self._of_ended[name][level].observe(value)
 
     def render(
         self, router: Router, entries: int, detokenizer_entries: int, dropped: int, accept: str
@@ -156,8 +171,10 @@ class Metrics:
             sums = {adapter: getattr(served, name) for adapter, served in self._adapters.items()}
             help = f"The sum of {name} over the requests to an adapter that have ended"
             yield self._family(CounterMetricFamily, "lora_" + name, help, sums, "adapter")
-        ends = {reason.value: count for reason, count in self._ends.items()}
-        yield self._family(CounterMetricFamily, "request_success", "Ended requests", ends, "finished_reason")
+        ends = CounterMetricFamily("minisgl:request_success", "Ended requests", labels=self._labels("finished_reason"))
+        for (reason, level), count in self._ends.items():
+            ends.add_metric([self._model, reason.value, *self._classes[level]], count)
+        yield ends
         yield from self._registry.collect()
 
     def log_throughput(self, stats: StatsMsg) -> None:

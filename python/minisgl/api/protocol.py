@@ -120,6 +120,7 @@ class ResponseReasoning(msgspec.Struct, frozen=True):
 
 class Thinking(msgspec.Struct, frozen=True):
     type: str
+    budget_tokens: int | None = None
 
 
 class ChatFields(OpenAIFields, frozen=True, kw_only=True):
@@ -314,7 +315,8 @@ class CachedTokens(msgspec.Struct, frozen=True):
     cached_tokens: int
 
 
-class DraftedTokens(msgspec.Struct, frozen=True):
+class CompletionDetails(msgspec.Struct, frozen=True):
+    reasoning_tokens: int
     accepted_prediction_tokens: int
     rejected_prediction_tokens: int
 
@@ -324,7 +326,7 @@ class Usage(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
     completion_tokens: int
     total_tokens: int
     prompt_tokens_details: CachedTokens
-    completion_tokens_details: DraftedTokens | None = None  # of requests that drafted tokens
+    completion_tokens_details: CompletionDetails | None = None  # of reasoning, and of drafted tokens
 
 
 class Timing(msgspec.Struct, frozen=True, kw_only=True):
@@ -401,14 +403,18 @@ class InputDetails(msgspec.Struct, frozen=True):
 
 
 class ReasoningTokens(msgspec.Struct, frozen=True):
-    reasoning_tokens: int = 0  # parsers see text, so no tokens are counted
+    reasoning_tokens: int
+
+
+class ThinkingTokens(msgspec.Struct, frozen=True):
+    thinking_tokens: int
 
 
 class ResponseUsage(msgspec.Struct, frozen=True, kw_only=True):
     input_tokens: int
     input_tokens_details: InputDetails
     output_tokens: int
-    output_tokens_details: ReasoningTokens = ReasoningTokens()
+    output_tokens_details: ReasoningTokens
     total_tokens: int
 
 
@@ -452,6 +458,7 @@ class MessageUsage(msgspec.Struct, frozen=True, kw_only=True):
     cache_creation_input_tokens: int = 0
     cache_read_input_tokens: int
     output_tokens: int
+    output_tokens_details: ThinkingTokens
 
 
 class MessageObject(msgspec.Struct, frozen=True, kw_only=True, tag_field="type", tag="message"):

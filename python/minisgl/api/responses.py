@@ -16,7 +16,7 @@ from starlette.types import Receive, Scope, Send
 
 from minisgl.api import protocol as p
 from minisgl.api.frontend import ClientGoneError, FrontendManager, Submission, Timeline, joined
-from minisgl.api.http import DROP, HEADERS, MODEL, RAW_SEND, SUBMISSION, error_body, to_json
+from minisgl.api.http import DROP, HEADERS, LEVEL, MODEL, RAW_SEND, SUBMISSION, error_body, to_json
 from minisgl.api.requests import require_answer_fits
 from minisgl.core.errors import RequestError
 from minisgl.core.message import TokenizeMsg, UserReply
@@ -79,12 +79,14 @@ def usage_of(replies: list[UserReply], n: int = 1) -> p.Usage:
     prompt = sum(r.prompt_tokens for r in replies[::n])
     completion = sum(r.completion_tokens for r in replies)
     drafted, accepted = sum(r.drafted_tokens for r in replies), sum(r.accepted_tokens for r in replies)
+    reasoning = sum(r.reasoning_tokens for r in replies)
+    details = p.CompletionDetails(reasoning, accepted, drafted - accepted)
     return p.Usage(
         prompt_tokens=prompt,
         completion_tokens=completion,
         total_tokens=prompt + completion,
         prompt_tokens_details=p.CachedTokens(sum(r.cached_tokens for r in replies[::n])),
-        completion_tokens_details=p.DraftedTokens(accepted, drafted - accepted) if drafted else None,
+        completion_tokens_details=details if reasoning or drafted else None,
     )
 
 
@@ -155,7 +157,8 @@ class GenerationResponse(Response):
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         """Respond. Raises `RequestError` if the request is refused before the first byte."""
-        async with self._frontend.submit(self._messages, self._n, scope[MODEL].served) as submission:
+        served, level = scope[MODEL].served, scope[LEVEL]
+        async with self._frontend.submit(self._messages, self._n, served, level) as submission:
             scope[SUBMISSION] = submission
             watcher = asyncio.create_task(_watch(receive, submission))
             try:

@@ -144,12 +144,13 @@ class EngineView(msgspec.Struct, tag="view", frozen=True, kw_only=True):
 class TokenizeMsg(msgspec.Struct, tag="tokenize", frozen=True, kw_only=True, omit_defaults=True):
     """A validated request on its way to the engine. Exactly one of `text`, `messages`, `input_ids` is set.
 
-    `child_index` counts the prompts and choices of one HTTP request: higher ones wait longer. `param` is the field that
-    has the prompt, for errors.
+    `child_index` counts the prompts and choices of one HTTP request: higher ones wait longer. `level` is the class of
+    its client, 0 for the most urgent. `param` is the field that has the prompt, for errors.
     """
 
     uid: int
     child_index: int = 0
+    level: int = 0
     sampling_params: SamplingParams
     text: str | None = None
     messages: list[dict[str, Any]] | None = None  # for the chat template
@@ -277,6 +278,7 @@ class UserMsg(msgspec.Struct, tag="user", frozen=True, kw_only=True, omit_defaul
     sampling_params: SamplingParams
     # As of `TokenizeMsg`; records have the old name.
     child_index: Annotated[int, msgspec.Meta(ge=0, le=2**31 - 1)] = msgspec.field(default=0, name="place")
+    level: Annotated[int, msgspec.Meta(ge=0, le=2**31 - 1)] = 0
     output_ids: bytes | None = None
     system_tokens: Annotated[int, msgspec.Meta(ge=0, le=2**31 - 1)] = 0
 
@@ -329,7 +331,8 @@ class UserReply(msgspec.Struct, tag="reply", frozen=True, kw_only=True, omit_def
     (see `Started`). `logprobs` are those of the new tokens, if requested. The first reply begins with the prompt's text
     if `echo` was requested, and with its tokens if their `logprobs` were. `output_ids` (int32 bytes) are all new
     tokens, including hidden ones. `embedding` (float32 bytes) is in the only reply to a request for an embedding.
-    `drafted_tokens` counts all drafts so far, `accepted_tokens` the accepted ones.
+    `drafted_tokens` counts all drafts so far, `accepted_tokens` the accepted ones, `reasoning_tokens` those between the
+    markers of reasoning.
     """
 
     uid: int
@@ -347,6 +350,7 @@ class UserReply(msgspec.Struct, tag="reply", frozen=True, kw_only=True, omit_def
     embedding: bytes = b""
     drafted_tokens: int = 0
     accepted_tokens: int = 0
+    reasoning_tokens: int = 0
 
 
 class ConversionReply(msgspec.Struct, tag="conversion", frozen=True, kw_only=True, omit_defaults=True):

@@ -85,6 +85,21 @@ def folder_and_key(source: str) -> tuple[Path, str]:
 NUMBER, KEY = "\0", "\1"  # in the texts of `ToolCalls`: any number, and any name of an argument
 
 
+class Thinking(msgspec.Struct, frozen=True, omit_defaults=True):
+    """The markers around a model's reasoning, and the most tokens between them, after which the end marker is forced.
+
+    `is_open`: the prompt ends inside the reasoning. It may begin at the start of the answer only, unless the rest has a
+    `lead`; then the tokens of all its parts count. `param` is the field that errors name.
+    """
+
+    open: str
+    close: str
+    is_open: bool = False
+    lead: str = ""
+    budget: _Count | None = None
+    param: str = "thinking_budget"
+
+
 class CallItem(msgspec.Struct, frozen=True):
     """One argument of a call that is not in JSON: `before`, the value, `after`.
 
@@ -151,10 +166,12 @@ class SamplingParams(
     `logprobs` asks for the log-probability of each generated token and of that many most likely alternatives, in the
     model's own distribution: before temperature, penalties, biases and filters. `echo` puts the prompt in front of the
     answer, with its log-probabilities if `logprobs` is set; `prompt_logprobs` asks for these without the text.
-    `grammar` allows only tokens that can still lead to a valid answer, which ends where nothing can follow. `n` is the
+    `grammar` allows only tokens that can still lead to a valid answer, which ends where nothing can follow. `thinking`
+    says what is reasoning, whose tokens are counted, and limits it. `n` is the
     number of choices (in Python; a request to the scheduler has one). `embed` asks only for the prompt's embedding.
     Requests share cached prefixes only if they have the same `cache_salt`, so that response times tell other clients
-    nothing about a prompt. Without `speculate`, the request drafts no tokens. An `adapter` changes the model.
+    nothing about a prompt. Without `speculate`, the request drafts no tokens. An `adapter` changes the model. A lower
+    `priority` goes first.
     """
 
     max_tokens: _Count | None = None
@@ -179,8 +196,10 @@ class SamplingParams(
     prompt_logprobs: bool = False
     grammar: Grammar | None = None
     embed: bool = False
+    thinking: Thinking | None = None
     cache_salt: Annotated[str, Meta(max_length=256)] = ""
     speculate: bool = True
+    priority: Annotated[int, Meta(ge=-(2**31), le=MAX_INT32)] = 0
     adapter: Adapter | None = None
     n: Annotated[int, Meta(ge=1, le=1024)] = 1
 
@@ -204,6 +223,16 @@ class SamplingParams(
         """Whether penalties, a bias or `min_tokens` change logits before sampling."""
         neutral = (self.presence_penalty, self.frequency_penalty, self.repetition_penalty) == (0.0, 0.0, 1.0)
         return not neutral or bool(self.logit_bias) or self.min_tokens > 0
+
+    @property
+    def thinking_limit(self) -> Thinking | None:
+        """The reasoning, if its end may be forced."""
+        return None if self.thinking is None or self.thinking.budget is None else self.thinking
+
+    @property
+    def has_masks(self) -> bool:
+        """Whether not every token may be sampled: there is a grammar, or a limit of the reasoning."""
+        return self.grammar is not None or self.thinking_limit is not None
 
     @property
     def wants_prompt_logprobs(self) -> bool:

@@ -22,10 +22,11 @@ from llguidance import LLExecutor, LLMatcher, LLParserLimits, LLTokenizer, Token
 from tokenizers import Tokenizer
 
 from minisgl.core.errors import RequestError
-from minisgl.core.params import KEY, NUMBER, CallItem, Grammar, ToolCalls
+from minisgl.core.params import KEY, NUMBER, CallItem, Grammar, Thinking, ToolCalls
 from minisgl.core.rounding import ceil_div
 from minisgl.grammar.gbnf import gbnf_to_lark, is_gbnf
 from minisgl.grammar.schema import exact_schema
+from minisgl.grammar.thinking import Anything, ThinkingMatcher
 from minisgl.tokenizer.folder import load_tokenizer
 from minisgl.tokenizer.text import TokenBytes
 
@@ -116,7 +117,12 @@ class GrammarCompiler:
             raise refusal(grammar, matcher.get_error())
         return TokenMatcher(grammar, matcher, self._vocab_size, self._eos_ids, may_end=not ignore_eos)
 
-    def compute_masks(self, matchers: Sequence[TokenMatcher]) -> None:
+    def limit(self, thinking: Thinking, grammar: TokenMatcher | None) -> ThinkingMatcher:
+        """Return a matcher of an answer with limited reasoning, which follows the matcher of a `grammar`, if any."""
+        inner = Anything(self._vocab_size) if grammar is None else grammar
+        return ThinkingMatcher(thinking, self._vocabulary.tokens, self._vocabulary, inner)
+
+    def compute_masks(self, matchers: Sequence[TokenMatcher | ThinkingMatcher]) -> None:
         """Compute the mask of each matcher; set its error if its grammar has become too ambiguous to follow."""
         masks = np.zeros((len(matchers), ceil_div(self._vocab_size, 32)), np.int32)
         # In this order: a trial, whose memory is limited, has one matcher and starts no threads.

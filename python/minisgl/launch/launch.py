@@ -157,6 +157,8 @@ def check_model(args: ServerArgs) -> Checked:
         logger.warning("the chat template %r cannot be used: %s; requests that need it are refused", name, error)
     name = next(iter(split_list(args.served_model_name)), "") or hf.model_name(engine.model)
     parsers = parser_names(template, args.tool_call_parser, args.reasoning_parser)
+    if args.thinking_budget >= 0 and parsers[1] == "none":
+        raise ConfigError("--thinking-budget: no markers of this model's reasoning are known; see --reasoning-parser")
     if args.tool_call_parser == "auto" and parsers[0] == "none" and "tools" in template.variables:
         logger.warning("no parser knows the tool calls of this chat template: they stay text (see --tool-call-parser)")
     return Checked(

@@ -55,6 +55,10 @@ class Adapters:
         slot.wanted_at = step
         return not slot.is_loading
 
+    def has_slot(self, req: Req) -> bool:
+        """Return whether the adapter of `req`, if any, is in a slot, or is being loaded into one."""
+        return (adapter := req.sampling_params.adapter) is None or self._find(adapter) is not None
+
     def hold(self, req: Req) -> None:
         """Note that `req` gets a row; its adapter is ready."""
         if (adapter := req.sampling_params.adapter) is not None:

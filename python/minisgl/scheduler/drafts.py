@@ -231,8 +231,8 @@ class Drafts:
     def guess(self, req: Req) -> Ints:
         """Return what followed the text of `req` in the radix tree or, unless the device is asked, earlier in it."""
         found = self.cache.continuation(req, PROPOSED) if self._asks_tree else NO_INTS
-        if not len(found) and (self._looks_up or (self._asks_device and req.matcher is not None)):
-            found = look_up(self.rows.text(req), MIN_MATCH if req.matcher else self._min_match)
+        if not len(found) and (self._looks_up or (self._asks_device and req.is_masked)):
+            found = look_up(self.rows.text(req), MIN_MATCH if req.is_masked else self._min_match)
         return found
 
     def _rates(self, running: Index) -> npt.NDArray[np.float64]:

@@ -18,6 +18,7 @@ import numpy as np
 
 from minisgl.core.errors import ConfigError, RequestError
 from minisgl.core.layout import NO_MASKS, Flag
+from minisgl.grammar.thinking import ThinkingMatcher
 from minisgl.scheduler.req import Status
 
 if TYPE_CHECKING:
@@ -29,6 +30,8 @@ if TYPE_CHECKING:
     from minisgl.scheduler.plan import Launched
     from minisgl.scheduler.req import Req
     from minisgl.scheduler.rows import Index, Rows
+
+    Matcher = TokenMatcher | ThinkingMatcher
 
 THREADS: Final = 16  # they wait for trials
 DRAFT_MASKS_S: Final = 1e-3  # the limit of the time for the masks after a request's drafts in a step
@@ -46,7 +49,7 @@ class Grammars:
         self._compiler = compiler
         self._executor = executor or ThreadPoolExecutor(THREADS, "grammar")
         self._known = executor or ThreadPoolExecutor(THREADS, "known-grammar")  # never waits for trials
-        self._jobs: dict[int, tuple[Req, Future[TokenMatcher | None], float]] = {}  # in order of arrival
+        self._jobs: dict[int, tuple[Req, Future[Matcher | None], float]] = {}  # in order of arrival
         self.num_matchers = 0  # requests that have a matcher and have not ended
         self._draft_mask_s = 0.0  # the mean time for a mask after a draft
 
@@ -62,13 +65,12 @@ class Grammars:
         Raises `RequestError` if there are no grammars.
         """
         params = req.sampling_params
-        if params.grammar is None and params.adapter is None:
+        if not params.has_masks and params.adapter is None:
             return
-        executor = self._known
-        if params.grammar is not None:
-            if self._compiler is None:
-                raise RequestError("this engine has no grammars", param=params.grammar.param, code="unsupported_value")
-            executor = executor if self._compiler.is_known(params.grammar) else self._executor
+        if params.has_masks and self._compiler is None:
+            raise RequestError("this engine has no grammars", param=_param(params), code="unsupported_value")
+        is_known = params.grammar is None or self._compiler is None or self._compiler.is_known(params.grammar)
+        executor = self._known if is_known else self._executor
         job = executor.submit(self._prepare, self._compiler, params, req.ids[req.prompt_len :], read_adapter)
         self._jobs[req.uid] = req, job, time.monotonic() + COMPILE_S
         req.status = Status.COMPILING
@@ -76,21 +78,22 @@ class Grammars:
     @staticmethod
     def _prepare(
         compiler: TriedCompiler | None, params: SamplingParams, output: Ints, read_adapter: Callable[[str], None]
-    ) -> TokenMatcher | None:
-        """Return a matcher that has advanced over the tokens `output`, which another replica has generated."""
+    ) -> Matcher | None:
+        """Return a matcher, if any, that has advanced over the tokens `output`, which another replica has generated."""
         if params.adapter is not None:
             try:
                 read_adapter(params.adapter.source)
             except ConfigError as e:
                 raise RequestError(str(e), param="model", code="invalid_adapter") from None
-        if params.grammar is None or compiler is None:
+        if compiler is None:
             return None
-        grammar, ignore_eos = params.grammar, params.ignore_eos
-        matcher = compiler.compile(grammar, ignore_eos)
-        if len(output):
+        grammar = None if params.grammar is None else compiler.compile(params.grammar, params.ignore_eos)
+        matcher = grammar if params.thinking_limit is None else compiler.limit(params.thinking_limit, grammar)
+        if matcher is not None:
             for token in output.tolist():
                 matcher.advance(token)
-            compiler.compute_masks([matcher])
+        if grammar is not None and len(output):
+            compiler.compute_masks([grammar])
         return matcher
 
     def forget(self, req: Req) -> None:
@@ -107,8 +110,7 @@ class Grammars:
                 if time.monotonic() < deadline:
                     continue
                 job.cancel()
-                grammar = req.sampling_params.grammar
-                param = "model" if grammar is None else grammar.param
+                param = _param(req.sampling_params)
                 message = f"{param} was not compiled within {COMPILE_S:g} s: too many grammars are being compiled"
                 error = RequestError(message, param=param, code="overloaded", status=503)
             elif isinstance(failure := job.exception(), RequestError):
@@ -134,13 +136,40 @@ class Grammars:
 
         If there are none, or no grammar, return as much of `guess` as the grammar allows, and False.
         """
-        if req.matcher is None:
+        if req.matcher is None or not req.is_masked:
             return guess, False
         forced = req.matcher.forced()
         drafts = forced if len(forced) else guess[: req.matcher.count_allowed(guess)]
         return drafts[: 1 + int(DRAFT_MASKS_S / max(self._draft_mask_s, 1e-6))], len(forced) > 0
 
     # -- masks
+
+    def toggled(self, rows: Rows, running: Index, most: int) -> list[int]:
+        """Return which of the rows `running` begin or cease to need masks: for a limit of the reasoning.
+
+        A row needs one if its limit is in reach of the tokens in flight and of the next step, which samples at most
+        `most`. Others are not even looked at.
+        """
+        planned = rows.cached_len[running] + 1 + most
+        found = []
+        for i in np.flatnonzero(planned > rows.free_len[running]).tolist():
+            row = int(running[i])
+            matcher = self._caught_up(rows, row)
+            assert isinstance(matcher, ThinkingMatcher), f"row {row} has no limit"
+            rows.free_len[row] = rows.confirmed_len[row] + matcher.free
+            if (planned[i] > rows.free_len[row]) != bool(rows.flags[row] & Flag.MASKED):
+                found.append(row)
+        return found
+
+    @staticmethod
+    def _caught_up(rows: Rows, row: int) -> Matcher:
+        """Return the matcher of `row`, which has advanced over all confirmed tokens."""
+        req = rows.requests[row]
+        assert req is not None and req.matcher is not None, f"row {row} has no matcher: {req}"
+        if req.sampling_params.grammar is None and isinstance(req.matcher, ThinkingMatcher):
+            for token in rows.text(req, req.prompt_len + req.matcher.num_seen).tolist():
+                req.matcher.advance(token)
+        return req.matcher
 
     def plan_masks(self, plan: BatchPlan, rows: Rows) -> Ints:
         """Return the masks [M, W] of `plan`; none if one of them depends on a token in flight.
@@ -162,11 +191,13 @@ class Grammars:
 
         Returns the indices of the rows whose grammar is complete, or can no longer be matched.
         """
-        advanced: list[tuple[int, TokenMatcher]] = []
+        advanced: list[tuple[int, Matcher]] = []
         for i in np.flatnonzero(rows.flags[sampled] & Flag.MASKED).tolist():
             req, token = rows.requests[sampled[i]], int(tokens[i])
             assert req is not None and req.matcher is not None, f"row {sampled[i]} has no matcher: {req}"
-            if token not in rows.eos_ids:
+            if req.sampling_params.grammar is None:
+                self._caught_up(rows, int(sampled[i]))
+            elif token not in rows.eos_ids:
                 req.matcher.advance(token)
                 advanced.append((i, req.matcher))
         if stale := [matcher for _, matcher in advanced if matcher.is_stale]:
@@ -186,16 +217,20 @@ class Grammars:
         proposals = {int(p["row"]): p for p in plan.proposals}
         masks: list[Ints] = []
         began, count = time.perf_counter(), 0
-        for row, start, stop, flags in plan.sequences[
-            (plan.sequences["flags"] & SAMPLES_MASKED) == SAMPLES_MASKED
-        ].tolist():
-            req = rows.requests[row]
-            assert req is not None and req.matcher is not None, f"row {row} has no matcher: {req}"
-            masks.append(req.matcher.mask)
+        samples = (plan.sequences["flags"] & SAMPLES_MASKED) == SAMPLES_MASKED
+        for row, start, stop, flags in plan.sequences[samples].tolist():
+            matcher = self._caught_up(rows, row)
+            masks.append(matcher.mask)
             if flags & Flag.DRAFTS and (width := stop - start) > 1:
                 offset = int(rows.confirmed_len[row] - proposals[row]["first"])
-                masks += req.matcher.along(proposals[row]["tokens"][offset : offset + width - 1])
+                masks += matcher.along(proposals[row]["tokens"][offset : offset + width - 1])
                 count += width - 1
         if count:
             self._draft_mask_s += 0.1 * ((time.perf_counter() - began) / count - self._draft_mask_s)
         return np.stack(masks) if masks else NO_MASKS
+
+
+def _param(params: SamplingParams) -> str:
+    """Return the field that asks for masks, or for an adapter."""
+    source = params.grammar or params.thinking_limit
+    return "model" if source is None else source.param

@@ -5,14 +5,14 @@ from __future__ import annotations
 import itertools
 import math
 import time
-from collections import deque
+from collections import Counter, deque
 from typing import TYPE_CHECKING, Final
 
 import numpy as np
 
 from minisgl.core.layout import FULL
 from minisgl.scheduler.plan import Chunk
-from minisgl.scheduler.req import Req, Status
+from minisgl.scheduler.req import Rank, Req, Status
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
@@ -28,6 +28,10 @@ NEIGHBOURS = 16  # waiting requests whose prompts may be found to begin like one
 # For each of its tokens, a prompt lets this many tokens of later prompts overtake it. A larger number lowers the mean
 # time to first token in a queue, but weakens the bound on a request's wait.
 OVERTAKING: Final = 16
+# A request of a less urgent class waits this many times as long as among equals, at most. A larger number protects the
+# urgent ones better, which lose one in so many admitted tokens to the others.
+AGING: Final = 32
+OVERDUE: Final = (-1, 0)  # the rank of a request that has waited so long
 # After this many steps at the head of the queue, a request preempts a running one that has MUCH_LONGER times as many
 # tokens to go. The preempted one's pages stay in the prefix cache, so it loses at most a page of work.
 PATIENCE_STEPS: Final = 8
@@ -83,6 +87,10 @@ class PrefillManager:
     (`Req.queue_tokens`), and leaves some rows free.
 
     With the policy `fcfs`, all of this is off: every request is due from its arrival, and none passes another one.
+
+    All of this holds among requests of one rank (class and priority); lower ranks go first. While a request waits, its
+    `patience` decreases by each token that is admitted; without any, it goes before all ranks, and is not preempted for
+    others.
     """
 
     def __init__(self, cache: CacheManager, rows: Rows, adapters: Adapters, policy: str) -> None:
@@ -95,38 +103,55 @@ class PrefillManager:
         self.waiting: list[Req] = []  # in order, unless requests have come or gone
         self._is_sorted = True
         self.chunked: list[Req] = []
-        self._waiting_tokens = 0  # uncached, of the prompts in the queue
+        self._waiting_tokens = Counter[Rank]()  # uncached, of the prompts in the queue
+        # The first of the queue that lacked a row or pages in the last plan, and the first that lacked an adapter slot.
+        self.blocked: list[Req] = []
+        self.least_urgent = OVERDUE  # of all ranks so far
         self._admitted = 0  # tokens since the start, with those of requests that left the queue otherwise
         self.patience = PATIENCE_STEPS
         self._head: tuple[Req | None, int] = None, 0  # the first of the waiting requests, and since which step
 
-    def key(self, req: Req) -> tuple[bool, int, int]:
+    def rank(self, req: Req) -> Rank:
+        """Return the rank of a request now: its own, or OVERDUE."""
+        left = req.overdue_at - self._admitted if req.status is Status.WAITING else req.patience
+        return req.rank if left > 0 else OVERDUE
+
+    def key(self, req: Req) -> tuple[Rank, bool, int, int]:
         """Return the key that orders requests."""
-        is_due = req.deadline <= self._admitted
-        return not is_due, req.deadline if is_due else req.queue_tokens, req.order
+        rank, is_due = self.rank(req), req.deadline <= self._admitted
+        if rank == OVERDUE:
+            return rank, False, req.overdue_at, req.order
+        return rank, not is_due, req.deadline if is_due else req.queue_tokens, req.order
 
     def add(self, req: Req) -> None:
         """Queue a new request."""
         req.new_tokens = len(req.ids) - self._cached_len(req)
-        self._insert(req, self._waiting_tokens + req.new_tokens)
+        before = sum(tokens for rank, tokens in self._waiting_tokens.items() if rank <= req.rank)
+        req.patience = 1 + AGING * (self._waiting_tokens.total() + OVERTAKING * req.queue_tokens)
+        self.least_urgent = max(self.least_urgent, req.rank)
+        self._insert(req, before + req.new_tokens)
 
     def requeue(self, req: Req) -> None:
         """Queue a preempted request again, with a new deadline."""
-        self._insert(req, 0)
         self._admitted -= req.new_tokens  # which count once
+        self._insert(req, req.new_tokens)
 
     def _insert(self, req: Req, tokens_before: int) -> None:
         if not self.is_fcfs:
             req.deadline = max(req.deadline, self._admitted + tokens_before + OVERTAKING * req.queue_tokens)
+        req.overdue_at = self._admitted + req.patience
         self.waiting.append(req)
         self._is_sorted = False
-        self._waiting_tokens += req.new_tokens
+        self._waiting_tokens[req.rank] += req.new_tokens
 
     def remove(self, req: Req) -> None:
         if req.status is Status.WAITING:
             self.waiting.remove(req)
             self._is_sorted = False  # others may be due now
-            self._waiting_tokens -= req.new_tokens
+            self._waiting_tokens[req.rank] -= req.new_tokens
+            if not self._waiting_tokens[req.rank]:
+                del self._waiting_tokens[req.rank]
+            req.patience = max(0, req.overdue_at - self._admitted)
             self._admitted += req.new_tokens
         elif req in self.chunked:
             self.chunked.remove(req)
@@ -154,12 +179,12 @@ class PrefillManager:
             longest = max(longest, left)
         return min(total - longest, enough)
 
-    def is_full(self, queue_tokens: int, limit: int) -> bool:
+    def is_full(self, queue_tokens: int, limit: int, rank: Rank = (0, 0)) -> bool:
         """Whether a new prompt with `queue_tokens` would wait for more than `limit` tokens that it does not pass."""
-        if self._waiting_tokens <= limit:
+        if self._waiting_tokens.total() <= limit:
             return False
-        before = (r for r in self.waiting if r.queue_tokens <= queue_tokens or r.deadline <= self._admitted)
-        return sum(r.new_tokens for r in before) > limit
+        new = rank, True, queue_tokens
+        return sum(r.new_tokens for r in self.waiting if self.key(r)[:3] <= new) > limit
 
     def starved(self, step: int) -> Req | None:
         """Return the head of the queue if it has been the head for `patience` steps. Call this once a step.
@@ -185,20 +210,26 @@ class PrefillManager:
         by_prefix = self.policy == "lpm" and len(self.waiting) <= LPM_MAX_WAITING
         waiting: Iterator[Req] = iter(())
         reserved, longest, is_blocked = self.growth.tokens(*self.chunked), 0, False
+        self.blocked = []
         if running is not None and self.rows.available and not budget.is_spent:
             reserved += self.growth.tokens_of_rows(self.rows, running)
             if not self.is_fcfs:  # which preempts the newest, and not the longest
                 longest = int((self.rows.max_len[running] - self.rows.confirmed_len[running]).max(initial=0))
             waiting = filter(self._has_row, self._by_prefix() if by_prefix else self.in_order())
             waiting = self._with_adapter(waiting, step)
+        elif running is not None and not self.rows.available:
+            self.blocked = self.in_order()[:1]
         candidate = next(waiting, None)
         while not budget.is_spent and (begun or candidate is not None):
-            if candidate is None or (begun and (by_prefix or self.key(begun[0]) < self.key(candidate))):
+            order = self.rank if by_prefix else self.key
+            if candidate is None or (begun and order(begun[0]) <= order(candidate)):
                 req = begun.popleft()
             elif self._admit(candidate, reserved if MUCH_LONGER * candidate.max_len > longest else 0):
                 req, candidate = candidate, next(waiting, None)
                 reserved += self.growth.tokens(req)
             else:  # the second that does not fit ends the search, since each costs a walk through the prefix cache
+                if not is_blocked:
+                    self.blocked.append(candidate)
                 waiting = iter(()) if is_blocked or self.is_fcfs else self._passing(candidate, waiting)
                 is_blocked, candidate = True, next(waiting, None)
                 continue
@@ -213,26 +244,34 @@ class PrefillManager:
         """Return those of `waiting` that may pass `blocked`, which lacks pages: much shorter ones, up to a bound."""
         if self._is_overdue(blocked):
             return iter(())
-        return (req for req in waiting if MUCH_LONGER * req.max_len <= blocked.max_len)
+        rank = self.rank(blocked)
+        return (req for req in waiting if MUCH_LONGER * req.max_len <= blocked.max_len and self.rank(req) <= rank)
 
     def _is_overdue(self, req: Req) -> bool:
         """Return whether no other request may pass one that is due and cannot be admitted yet."""
-        return self.is_fcfs or self._admitted >= req.deadline + OVERTAKING * req.queue_tokens
+        is_late = self._admitted >= req.deadline + OVERTAKING * req.queue_tokens
+        return self.is_fcfs or is_late or self.rank(req) == OVERDUE
 
     def _with_adapter(self, waiting: Iterator[Req], step: int) -> Iterator[Req]:
         """Yield those of `waiting` whose adapter is ready; none after one that is overdue and has no slot."""
+        is_blocked = False
         for req in waiting:
             if self.adapters.is_ready(req, step):
                 yield req
-            elif self._is_overdue(req):
+                continue
+            if not is_blocked and not self.adapters.has_slot(req):
+                is_blocked = True
+                self.blocked.append(req)
+            if self._is_overdue(req):
                 return
 
     def _has_row(self, req: Req) -> bool:
-        return self.rows.available > (self.rows.num_rows // KEPT_ROWS if req.child_index and not self.is_fcfs else 0)
+        leaves_rows = req.child_index and not self.is_fcfs and self.rank(req) != OVERDUE
+        return self.rows.available > (self.rows.num_rows // KEPT_ROWS if leaves_rows else 0)
 
     def _by_prefix(self) -> list[Req]:
         hits = {r.uid: self._cached_len(r) for r in self.waiting}
-        return sorted(self.in_order(), key=lambda r: -hits[r.uid])
+        return sorted(self.in_order(), key=lambda r: (self.rank(r), -hits[r.uid]))
 
     def _cached_len(self, req: Req) -> int:
         """Return how many tokens of a waiting request have their K/V in the prefix cache."""

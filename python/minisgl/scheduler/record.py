@@ -88,6 +88,7 @@ class Entry(msgspec.Struct, array_like=True, omit_defaults=True):
     drafts: list[tuple[int, bool]] = []  # what `Grammars.constrain` returned: how many, and whether they are forced
     plan: int = 0
     has_reply: bool = False
+    toggled: list[int] = []  # what `Grammars.toggled` returned
 
 
 def checksum(plan: BatchPlan) -> int:
@@ -225,6 +226,11 @@ class _RecordedGrammars(_Port):
         failures = [None if error is None else Failure.of(error) for error in errors]
         self._recorder.entry.ended.append(list(zip(ended.tolist(), failures, strict=True)))
         return ended
+
+    def toggled(self, rows: Rows, running: Index, most: int) -> list[int]:
+        found: list[int] = self._inner.toggled(rows, running, most)
+        self._recorder.entry.toggled = found
+        return found
 
     def constrain(self, req: Req, guess: Ints) -> tuple[Ints, bool]:
         drafts, is_forced = self._inner.constrain(req, guess)

@@ -18,8 +18,12 @@ if TYPE_CHECKING:
     from minisgl.core.params import Limits, SamplingParams
     from minisgl.core.plan import Ints
     from minisgl.grammar.compiler import TokenMatcher
+    from minisgl.grammar.thinking import ThinkingMatcher
     from minisgl.kvcache.snapshots import Reason, Snapshot
     from minisgl.settings.options import SchedulerConfig
+
+
+Rank = tuple[int, int]
 
 
 class Status(enum.Enum):
@@ -53,12 +57,16 @@ class Req:
         noise_key: int,
         child_index: int = 0,
         system_tokens: int = 0,
+        level: int = 0,
     ) -> None:
         self.uid = uid
         self.order = order  # arrival number: the tie-breaker of every policy
         self.new_tokens = 0  # of the prompt on arrival, without those in the prefix cache; see `scheduler/prefill.py`
         self.child_index = child_index  # among the prompts and choices of one client's request
         self.deadline = 0  # in prompt tokens admitted since the start
+        self.rank = level, sampling_params.priority  # of the client's class and of the request; lower goes first
+        self.patience = 0  # tokens that may still be admitted while it waits, until it goes before all ranks
+        self.overdue_at = 0  # the same as a deadline, while it waits
         self.sampling_params = sampling_params
         self.prompt_len = len(input_ids)
         self.max_len = len(input_ids) + max_tokens
@@ -78,7 +86,10 @@ class Req:
         self.target: Any = None  # the lock on all of the prefix that is loaded, in a model with bounded state
         self.is_loading = False  # a part of its cached prefix is still to be loaded from a tier
         self.adapter_slot = 0  # of the device's memory, while the request has a row; 0 without an adapter
-        self.matcher: TokenMatcher | None = None  # has advanced over all confirmed tokens; None without a grammar
+        # What masks are made from; None without a grammar and a limit of the reasoning. While the request is masked, it
+        # has advanced over all confirmed tokens.
+        self.matcher: TokenMatcher | ThinkingMatcher | None = None
+        self.is_masked = False  # its next steps are
         # Log-probabilities of the prompt so far, columns of the step results; None once sent, or if not asked for.
         self.prompt_logprobs: list[Ints] | None = [] if sampling_params.wants_prompt_logprobs else None
 
@@ -143,10 +154,10 @@ class Admission:
         # A request for no tokens generates one and does not show it.
         return rest if params.max_tokens is None else min(rest, params.max_tokens or 1)
 
-    def admit(self, msg: UserMsg, num_queued: int, is_full: Callable[[int, int], bool]) -> Req:
+    def admit(self, msg: UserMsg, num_queued: int, is_full: Callable[[int, int, Rank], bool]) -> Req:
         """Make the request that `msg` asks for.
 
-        `is_full(queue_tokens, limit)`: whether such a request would wait for more than `limit` prompt tokens.
+        `is_full(queue_tokens, limit, rank)`: whether such a request would wait for more than `limit` prompt tokens.
         Raises `RequestError` if it is invalid, can never fit, or the queue is full, and `ValueError` for half a token
         or for more output than it may have.
         """
@@ -155,7 +166,8 @@ class Admission:
         validate_sampling(msg.sampling_params, self._limits)
         validate_prompt(prompt, self._limits)
         max_tokens = self.output_budget(len(prompt), msg.sampling_params)
-        if is_new and is_full(len(prompt) * (1 + msg.child_index), limit):
+        rank = msg.level, msg.sampling_params.priority
+        if is_new and is_full(len(prompt) * (1 + msg.child_index), limit, rank):
             message = f"more than {limit} prompt tokens are waiting before this request; try again later"
             raise RequestError(message, code="queue_full", status=429)
         if is_new and num_queued >= self.max_queued:
@@ -165,7 +177,8 @@ class Admission:
         self._arrivals += 1
         key = noise_key(msg.sampling_params.seed, self._sampling_seed, msg.uid)
         req = Req(
-            msg.uid, prompt, msg.sampling_params, max_tokens, self._arrivals, key, msg.child_index, msg.system_tokens
+            *(msg.uid, prompt, msg.sampling_params, max_tokens, self._arrivals, key),
+            *(msg.child_index, msg.system_tokens, msg.level),
         )
         if msg.output_ids:  # as after a preemption
             req.append_sampled(ids_from_bytes(msg.output_ids))

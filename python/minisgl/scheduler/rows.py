@@ -7,7 +7,9 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
+from minisgl.core.layout import Flag
 from minisgl.core.plan import BatchPlan
+from minisgl.grammar.thinking import NEVER
 from minisgl.scheduler.writes import RowWrites, decode_flags
 
 if TYPE_CHECKING:
@@ -30,6 +32,7 @@ class Rows:
     limit          int32, `cached_len` up to which decoding needs no look at the request: there is a page for the next
                    token, and it is not the last one
     flags          int32, flags of the row's decoding sequences in plans
+    free_len       int32, tokens of the text that certainly need no mask, while MASKED may come and go
     last_step      int64, newest step that holds the row; the row is in flight while that is above `last_collected`
     is_live        bool, tokens are reported: false once the request has ended
     tokens         int32 [rows, max tokens], sampled tokens at their position in the sequence; positions below
@@ -53,6 +56,7 @@ class Rows:
         self.max_len = np.zeros(num_rows, np.int32)
         self.limit = np.zeros(num_rows, np.int32)
         self.flags = np.zeros(num_rows, np.int32)
+        self.free_len = np.zeros(num_rows, np.int32)
         self.last_step = np.zeros(num_rows, np.int64)
         self.is_live = np.zeros(num_rows, np.bool_)
         # Memory that is never written costs nothing: only generated tokens are.
@@ -77,10 +81,18 @@ class Rows:
         self.confirmed_len[row] = len(req.ids)
         self.max_len[row] = req.max_len
         self.limit[row] = 0
+        req.is_masked = req.matcher is not None  # at first: the tokens of its prompt have not been looked at
+        self.free_len[row] = 0 if req.is_masked and req.sampling_params.grammar is None else NEVER
         self.flags[row] = decode_flags(req)
         self.is_live[row] = True
         self._may_end[list(req.sampling_params.stop_token_ids)] = True
         self.writes.fill(req)
+
+    def toggle_masks(self, rows: list[int]) -> None:
+        """Begin or cease to mask what the requests in `rows` sample in the steps to come."""
+        self.flags[rows] ^= Flag.MASKED
+        for req in self.holders(np.array(rows, np.intp)):
+            req.is_masked = not req.is_masked
 
     def free(self, req: Req) -> None:
         self.requests[req.row] = None
@@ -112,9 +124,9 @@ class Rows:
         """Return the tokens sampled since `req` got its row: a view, int32."""
         return self.tokens[req.row, len(req.ids) : self.confirmed_len[req.row]]
 
-    def text(self, req: Req) -> Ints:
-        """Return the confirmed tokens of `req`, prompt and output, int32."""
-        return np.concatenate([req.ids, self.sampled(req)])
+    def text(self, req: Req, start: int = 0) -> Ints:
+        """Return the confirmed tokens of `req` from `start` on, prompt and output, int32."""
+        return np.concatenate([req.ids[start:], self.sampled(req)[max(0, start - len(req.ids)) :]])
 
     def finite_len(self, req: Req) -> int:
         """Return how many tokens of `req` have K/V in its pages that has led to finite logits.

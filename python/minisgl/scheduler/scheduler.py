@@ -216,7 +216,8 @@ class Scheduler:
         try:
             if msg.uid in self.live:
                 raise ValueError(f"request {msg.uid} is running already")
-            req = self.admission.admit(msg, self.num_queued, self.prefill.is_full)
+            num_queued = len(self.grammars) + sum(req.rank[0] <= msg.level for req in self.prefill.waiting)
+            req = self.admission.admit(msg, num_queued, self.prefill.is_full)
             if msg.sampling_params.adapter is not None and not self.engine.adapter_slots:
                 raise RequestError("this engine has no room for adapters", param="model", code="model_not_found")
             self.grammars.submit(req, self.engine.read_adapter)
@@ -250,6 +251,12 @@ class Scheduler:
         self.cache.prefix.tick(self.step_number)
         if (req := self.prefill.starved(self.step_number)) is not None and not self.leaving:
             self._preempt_longer(req)
+        for req in self.prefill.blocked:
+            if req.status is Status.WAITING and req.rank < self.prefill.least_urgent and not self.leaving:
+                self._preempt_less_urgent(req)
+        if self.grammars.num_matchers:
+            most = 1 + (0 if self.drafts is None else self.drafts.max_drafts)
+            self.rows.toggle_masks(self.grammars.toggled(self.rows, self.decode.index, most))
         running, is_short = self.decode.plan(self._preempt_for)
         drafts = None
         if self.drafts is not None:
@@ -279,15 +286,16 @@ class Scheduler:
         return Step(self.decode.index, []) if self.cache.write_back(lasting=lasting) else None
 
     def _preempt_for(self, req: Req) -> bool:
-        """Preempt the newest request that is not much shorter than others (`fcfs`: the newest), in favour of `req`.
+        """Preempt the newest request of the least urgent that is not much shorter than others, in favour of `req`.
 
-        Return whether pages may have become free at once.
+        With `fcfs`, the newest of these. Return whether pages may have become free at once.
         """
         if self.leaving:
             return False
-        candidates = [*self.decode.running, *self.prefill.chunked]
-        # The oldest request is never preempted, so that some request always ends.
-        others = sorted(candidates, key=lambda r: r.order)[1:] or candidates
+        candidates = self._by_urgency()
+        # The oldest of the most urgent is never preempted, so that some request always ends.
+        others = candidates[1:] or candidates
+        others = [r for r in others if self.prefill.rank(r) == self.prefill.rank(others[-1])]
         longest = 0 if self.prefill.is_fcfs else max(map(self._tokens_left, others))
         victim = next(r for r in reversed(others) if MUCH_LONGER * self._tokens_left(r) >= longest)
         if victim is req and len(candidates) == 1:
@@ -297,13 +305,38 @@ class Scheduler:
         self._leave(victim, Status.PREEMPTED)
         return victim is not req
 
+    def _by_urgency(self) -> list[Req]:
+        """Return the running requests, the most urgent first, and equal ones in order of arrival."""
+        running = [*self.decode.running, *self.prefill.chunked]
+        return sorted(running, key=lambda r: (self.prefill.rank(r), r.order))
+
+    def _preempt_less_urgent(self, req: Req) -> None:
+        """Preempt the newest of the least urgent requests, until there may be a row and pages for `req`.
+
+        If it lacks a slot for its adapter, preempt those of the slot whose requests are the least urgent.
+        """
+        victims, available, has_slot = self._by_urgency(), self.cache.available, self.adapters.has_slot(req)
+        if not has_slot:
+            first = {r.adapter_slot: r for r in reversed(victims) if r.adapter_slot}  # the most urgent of each slot
+            slot = max(first, key=lambda slot: (self.prefill.rank(first[slot]), first[slot].order), default=-1)
+            victims = [r for r in victims if r.adapter_slot == slot and self.prefill.rank(first[slot]) > req.rank]
+        for victim in reversed(victims):
+            if self.prefill.rank(victim) <= req.rank:
+                return
+            available += len(victim.pages)
+            self.stats.preemptions += 1
+            self._leave(victim, Status.PREEMPTED)
+            if has_slot and available >= self.cache.pages_for(len(req.ids)):
+                return
+
     def _tokens_left(self, req: Req) -> int:
         return req.max_len - int(self.rows.confirmed_len[req.row])
 
     def _preempt_longer(self, req: Req) -> None:
-        """Preempt the newest request that is much longer than `req`, and queue it after `req`."""
+        """Preempt the newest request that is much longer than `req` and not more urgent, and queue it after `req`."""
         for victim in reversed(self.decode.running):
-            if self._tokens_left(victim) > MUCH_LONGER * req.max_len:
+            is_urgent = self.prefill.rank(victim) < req.rank
+            if not is_urgent and self._tokens_left(victim) > MUCH_LONGER * req.max_len:
                 victim.new_tokens = max(victim.new_tokens, req.queue_tokens + 1)
                 victim.deadline = max(victim.deadline, req.deadline + 1)
                 self.stats.preemptions += 1

@@ -131,4 +131,4 @@ def sampling_flags(req: Req) -> int:
     p = req.sampling_params
     flags = Flag.PENALIZED * p.has_penalties | Flag.FILTERED * p.is_filtered
     flags |= Flag.ADAPTED * (req.adapter_slot > 0)
-    return flags | Flag.LOGPROBS * (p.logprobs is not None) | Flag.MASKED * (p.grammar is not None)
+    return flags | Flag.LOGPROBS * (p.logprobs is not None) | Flag.MASKED * req.is_masked

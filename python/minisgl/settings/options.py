@@ -458,6 +458,13 @@ class ServerArgs(Settings):
     api_key_file: str | None = option(
         None, "file with one API key per line; unlike --api-key, it does not show keys in the list of processes"
     )
+    classes: str | None = option(
+        None,
+        "classes of clients, the most urgent first (interactive,batch); each API key then begins with its class "
+        "(interactive=KEY)",
+        aliases=("class",),
+        form=list,
+    )
     allowed_hosts: str | None = option(
         None,
         "host names by which clients may reach this server, * = any; default = this machine's on a loopback address, "
@@ -548,6 +555,14 @@ class ServerArgs(Settings):
         | dict.fromkeys(("step3", "step3p5"), "deepseek_r1")
         | dict.fromkeys(("cohere_command3", "cohere_command4"), "command"),
     )
+    thinking_budget: int = option(
+        -1,
+        "most tokens of a model's reasoning, after which its end is forced, for requests that set no limit; 0 = no "
+        "reasoning, -1 = no limit",
+        aliases=("reasoning_budget",),
+        minimum=-1,
+        maximum=2**31 - 1,
+    )
     run_dir: str = ""  # the private folder of the ipc sockets, made at the start; not an option
     incarnation: int = 0  # the number of a replica's run, over all replicas; not an option
     replicas_join: bool = False  # whether replicas come and go, and none is there at the start; not an option
@@ -558,23 +573,38 @@ class ServerArgs(Settings):
         keys = self.load_keys()
         if keys is not None and not (keys and all(k and k.isascii() and k.isprintable() for k in keys)):
             raise ConfigError("--api-key or the file of --api-key-file must be printable ASCII and not empty")
+        if self.classes and keys is None:
+            raise ConfigError("--classes needs keys: give --api-key-file FILE or --api-key, each key as CLASS=KEY")
         if self.auth and keys is None and self.uds is None and not is_loopback(self.host):
             raise ConfigError(
                 f"--host {self.host} lets others use this server; give --api-key-file FILE or --api-key KEY, "
                 "or --no-auth to allow everyone"
             )
 
-    def load_keys(self) -> list[str] | None:
-        """Return the API keys of `--api-key` or `--api-key-file`; None without either.
+    def load_keys(self) -> dict[str, int] | None:
+        """Return the API keys of `--api-key` or `--api-key-file`, with the number of their class; None without either.
 
-        Raises `ConfigError` for both, and for a file that cannot be read.
+        Raises `ConfigError` for both, for a file that cannot be read, and for a key without its class.
         """
-        if self.api_key_file is None:
-            return None if self.api_key is None else split_list(self.api_key)
-        if self.api_key is not None:
+        if self.api_key is not None and self.api_key_file is not None:
             raise ConfigError("--api-key and --api-key-file exclude each other: give one of them")
-        lines = _read_text("--api-key-file", self.api_key_file).splitlines()
-        return [line.strip() for line in lines if line.strip()]
+        if self.api_key_file is not None:
+            lines = _read_text("--api-key-file", self.api_key_file).splitlines()
+            given = [line.strip() for line in lines if line.strip()]
+        elif self.api_key is None:
+            return None
+        else:
+            given = split_list(self.api_key)
+        names = split_list(self.classes)
+        if not names:
+            return dict.fromkeys(given, 0)
+        if len({*names}) < len(names):
+            raise ConfigError("--classes: there is a class twice")
+        pairs = {key.partition("=")[::2] for key in given}
+        keys = {key: names.index(name) for name, key in pairs if name in names}
+        if len(keys) < len(pairs):
+            raise ConfigError(f"--classes: each API key must begin with its one class, such as {names[0]}=KEY")
+        return keys
 
     def _addr(self, name: str) -> str:
         assert self.run_dir, "the run directory is not made yet"

@@ -26,6 +26,7 @@ from minisgl.core.message import (
 from minisgl.core.params import SamplingParams
 from minisgl.core.plan import FinishReason
 from minisgl.tokenizer.text import StopMatcher, TextDecoder, TokenBytes
+from minisgl.tokenizer.thinking import ThinkingCounter
 
 logger = logging.getLogger(__name__)
 
@@ -52,6 +53,8 @@ class _Output:
         self._hidden = hidden
         self._decoder = TextDecoder(bytes_of)
         self._stops: StopMatcher | None = None
+        thinking = started.sampling_params.thinking
+        self._thinking = None if thinking is None else ThinkingCounter(thinking, bytes_of)
 
     def _begin(self) -> tuple[str, list[TokenLogprob]]:
         """Start to decode after the prompt.
@@ -101,6 +104,8 @@ class _Output:
         It is terminal because of `end`, a stop string, or an error in decoding.
         """
         self._completion_tokens += 1
+        if self._thinking is not None:
+            self._thinking.feed(token)
         is_first = self._completion_tokens == 1
         started, prompt, text = self._started, "", ""
         logprobs: list[TokenLogprob] = []
@@ -165,6 +170,7 @@ class _Output:
             output_ids=output_ids,
             drafted_tokens=self.drafted_tokens,
             accepted_tokens=self.accepted_tokens,
+            reasoning_tokens=0 if self._thinking is None else self._thinking.count,
         )
 
 

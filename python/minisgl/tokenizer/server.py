@@ -141,6 +141,7 @@ class Worker:
                 input_ids=ids_to_bytes(ids),
                 sampling_params=msg.sampling_params,
                 child_index=msg.child_index,
+                level=msg.level,
                 system_tokens=self._tokenize.system_tokens(msg, ids),
             )
             to_backend.append(user)

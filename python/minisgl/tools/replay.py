@@ -163,7 +163,7 @@ class _Grammars(Grammars):
         self._replay = replay
 
     def submit(self, req: Req, read_adapter: Callable[[str], None]) -> None:
-        if req.sampling_params.grammar is None and req.sampling_params.adapter is None:
+        if not req.sampling_params.has_masks and req.sampling_params.adapter is None:
             return
         self._jobs[req.uid] = req, Future(), 0.0
         req.status = Status.COMPILING
@@ -173,13 +173,16 @@ class _Grammars(Grammars):
             req = self._jobs.pop(uid)[0]
             if failure is None:
                 req.status = Status.WAITING
-                if req.sampling_params.grammar is not None:
+                if req.sampling_params.has_masks:
                     req.matcher = _Matcher()  # type: ignore[assignment]
                     self.num_matchers += 1
             yield req, failure.error() if failure else None
 
     def wait(self, seconds: float) -> None:
         pass
+
+    def toggled(self, rows: Rows, running: Index, most: int) -> list[int]:
+        return self._replay.entry.toggled
 
     def constrain(self, req: Req, guess: Ints) -> tuple[Ints, bool]:
         count, is_forced = self._replay.entry.drafts.pop(0)

@@ -17,7 +17,7 @@ from minisgl.api.parsers.pieces import ParsedCall
 from minisgl.api.protocol import ChatCompletionRequest, MessagesRequest, ResponsesRequest
 from minisgl.api.requests import SamplingDefaults, ServedModel
 from minisgl.core.errors import RequestError
-from minisgl.core.params import Limits
+from minisgl.core.params import Limits, Thinking
 from minisgl.settings.options import ServerArgs
 from minisgl.tokenizer.reading import Reading
 from minisgl.tokenizer.template import ChatTemplate
@@ -80,10 +80,10 @@ def model_with(source: str, reasoning_parser: str = "none") -> ServedModel:
     return ServedModel("m", limits, SamplingDefaults(), forms, template_variables=template.variables)
 
 
-def prepare(model: ServedModel, api: str, **fields: Any) -> tuple[Any, Any, list[str]]:
+def prepare(model: ServedModel, api: str, args: ServerArgs | None = None, **fields: Any) -> tuple[Any, Any, list[str]]:
     """The message for a request to this API, its factory of parsers, and what is told to have no effect."""
     request: Any = SimpleNamespace(scope={HEADERS: [], NAMES: {}})
-    args = ServerArgs()
+    args = args or ServerArgs()
 
     def read(kind: Any, **common: Any) -> Any:
         return parse_body(json.dumps(common | fields).encode(), kind)
@@ -125,11 +125,14 @@ def test_reasoning_is_turned_off_and_on(family: str, api: str) -> None:
 
 @pytest.mark.parametrize("api", ["chat", "responses", "messages"])
 def test_reasoning_without_a_switch(api: str) -> None:
-    """It cannot be turned off, so that is refused; without any reasoning, it is off."""
+    """It can only be ended at once, if a budget of 0 asks for that; without any reasoning, it is off."""
     always, never = model_with("</think>", "think"), model_with("x")
     effort_only = model_with("Reasoning: {{ reasoning_effort }} {# is none #}")
     for fields in OFF[:-3]:
-        for model in (always, effort_only):
+        is_budget = any("budget" in name or value == {"max_tokens": 0} for name, value in fields.items())
+        if is_budget:
+            assert prepare(always, api, **fields)[0].sampling_params.thinking.budget == 0
+        for model in (effort_only,) if is_budget else (always, effort_only):
             with pytest.raises(RequestError, match="has no switch for it; leave the field out") as e:
                 prepare(model, api, **fields)
             assert e.value.status == 400 and e.value.param is not None
@@ -157,9 +160,11 @@ def test_effort_reaches_templates_that_read_it() -> None:
 @pytest.mark.parametrize(
     ("fields", "param", "says"),
     [
-        ({"thinking_budget": 1024}, "thinking_budget", "max_tokens limits the reasoning"),
-        ({"reasoning": {"max_tokens": 7}}, "reasoning.max_tokens", "must be 0"),
-        ({"thinking_token_budget": -2}, "thinking_budget", "must be 0"),
+        ({"thinking_budget": 1024}, "thinking_budget", "no markers of this model's reasoning are known"),
+        ({"reasoning": {"max_tokens": 7}}, "reasoning.max_tokens", "no markers"),
+        ({"thinking_token_budget": -2}, "thinking_budget", "must be a number of tokens"),
+        ({"reasoning": {"max_tokens": 2**31}}, "reasoning.max_tokens", "up to 2147483647, 0"),
+        ({"thinking_budget": 7, "reasoning": {"max_tokens": 0}}, "thinking_budget", "contradicts reasoning.max_tokens"),
         ({"enable_thinking": True, "think": False}, "think", "contradicts enable_thinking"),
         ({"thinking": {"type": "deep"}}, "thinking", "'deep'"),
         ({"thinking": "off"}, "thinking", "thinking"),
@@ -171,6 +176,22 @@ def test_reasoning_fields_that_cannot_be_honoured(fields: dict[str, Any], param:
         with pytest.raises(RequestError, match=says) as e:
             prepare(model_with(TEMPLATES["Qwen3"]), api, **fields)
         assert e.value.param == param
+
+
+@pytest.mark.parametrize("api", ["chat", "responses", "messages"])
+def test_reasoning_has_a_budget(api: str) -> None:
+    model = model_with("<think></think>", "think")
+    names = ({"thinking_token_budget": 7}, {"reasoning": {"max_tokens": 7}}, {"thinking_budget": 7, "think": True})
+    for fields in (*names, {"thinking": {"type": "enabled", "budget_tokens": 7}}):
+        message, _, told = prepare(model, api, **fields)
+        assert (message.sampling_params.thinking.budget, told) == (7, [])
+    for fields, budget in (({}, 5), ({"thinking_budget": -1}, None), ({"thinking_budget": 9}, 9)):
+        limited = prepare(model, api, ServerArgs(thinking_budget=5), **fields)[0].sampling_params.thinking
+        assert limited == Thinking("<think>", "</think>", budget=budget)
+    switched = model_with("{{ enable_thinking }}<think></think>", "think")
+    message, _, _ = prepare(switched, api, ServerArgs(thinking_budget=0))
+    assert message.template_kwargs == {"enable_thinking": False}, "a switch is better than the end of what has begun"
+    assert prepare(model_with("x"), api, ServerArgs(thinking_budget=5))[0].sampling_params.thinking is None
 
 
 @pytest.mark.parametrize("api", ["chat", "responses", "messages"])

@@ -13,7 +13,7 @@ import pytest
 
 from minisgl.api import dispatch as dispatch_module
 from minisgl.api.frontend import ClientGoneError, FrontendManager, Timeline
-from minisgl.api.http import MODEL
+from minisgl.api.http import LEVEL, MODEL
 from minisgl.api.metrics import Metrics
 from minisgl.api.requests import ChosenModel
 from minisgl.api.responses import AT_ONCE, GenerationResponse, Renderer
@@ -109,7 +109,7 @@ def test_a_large_answer_is_rendered_beside_the_other_requests(
     async def run() -> None:
         frontend = make_frontend(args)
         messages = [request() for _ in range(AT_ONCE + 1)]
-        scope = {"type": "http", MODEL: ChosenModel("m")}
+        scope = {"type": "http", MODEL: ChosenModel("m"), LEVEL: 0}
         answer = asyncio.create_task(GenerationResponse(frontend, messages, Slow())(scope, asyncio.Event().wait, send))
         await asyncio.sleep(0)
         while frontend.entries < len(messages):

@@ -7,6 +7,7 @@ from typing import Any
 
 import pytest
 from starlette.applications import Starlette
+from starlette.datastructures import Headers
 from starlette.requests import Request
 from starlette.responses import Response
 from starlette.routing import Route
@@ -178,3 +179,17 @@ def test_posts_must_be_json() -> None:
             assert "accept-encoding" not in client.post(route.path).headers, "that would mean: not compressed"  # type: ignore[attr-defined]
             assert client.post(route.path).status_code == 415, route  # type: ignore[attr-defined]
             assert client.post(route.path, content="{}", headers={"content-type": "text/plain"}).status_code == 415  # type: ignore[attr-defined]
+
+
+def test_keys_have_classes(tmp_path: Path) -> None:
+    file = tmp_path / "keys"
+    file.write_text("interactive=a=1\nbatch=b\nbatch=c\n")
+    args = ServerArgs(classes="interactive,batch", api_key_file=str(file))
+    levels = [Access.of(args).level(Headers({"x-api-key": key})) for key in ("a=1", "b", "c", "batch=b", "a")]
+    assert levels == [0, 1, 1, None, None]
+    assert answer(args, authorization="Bearer c") == 204 and answer(args, authorization="Bearer batch=c") == 401
+    twice = {"api_key": "batch=a,interactive=a"}, {"api_key": "batch=a", "classes": "batch,batch"}
+    for wrong in ({}, {"api_key": "a"}, {"api_key": "batch=a,other=b"}, {"api_key": "batch="}, *twice):
+        with pytest.raises(ConfigError, match=r"--classes|not empty") as e:
+            ServerArgs(**({"classes": "interactive,batch"} | wrong))
+        assert "other" not in str(e.value)

@@ -24,10 +24,13 @@ from minisgl.api.parsers.reasoning import REASONING_FORMS
 from minisgl.api.parsers.tools import ToolParser
 from minisgl.checkpoint.hf import BUILTIN_MODEL
 from minisgl.core.errors import RequestError
-from minisgl.core.params import NUMBER, Grammar, GrammarKind, Limits, SamplingParams, validate_sampling
+from minisgl.core.params import NUMBER, Grammar, GrammarKind, Limits, SamplingParams, Thinking, validate_sampling
 from minisgl.grammar.compiler import GrammarCompiler, TokenMatcher
+from minisgl.grammar.thinking import ThinkingMatcher
 from minisgl.tokenizer.detokenize import DetokenizeManager
 from minisgl.tokenizer.folder import load_tokenizer
+from minisgl.tokenizer.text import TokenBytes
+from minisgl.tokenizer.thinking import ThinkingCounter
 
 VOCAB, EOS = 4200, 2  # more tokens than the tokenizer has: models pad their vocabulary
 TOKENIZER = load_tokenizer(BUILTIN_MODEL)
@@ -46,7 +49,7 @@ def advance(matcher: TokenMatcher, token: int) -> None:
         raise matcher.error
 
 
-def allowed(matcher: TokenMatcher) -> list[int]:
+def allowed(matcher: TokenMatcher | ThinkingMatcher) -> list[int]:
     bits = np.unpackbits(matcher.mask.view(np.uint8), bitorder="little")
     assert len(matcher.mask) == -(-VOCAB // 32)
     return np.flatnonzero(bits).tolist()
@@ -507,6 +510,53 @@ def test_reasoning_ends_with_its_token_if_there_is_one(special: GrammarCompiler)
         matcher.advance(token)
         special.compute_masks([matcher])
     assert TOKENIZER.encode(">", add_special_tokens=False).ids[0] not in allowed(matcher)
+
+
+@pytest.mark.parametrize("is_bound", [False, True])
+@pytest.mark.parametrize("name", REASONING_FORMS)
+def test_reasoning_of_each_form_ends_at_its_budget(name: str, is_bound: bool) -> None:
+    """Random tokens stand for reasoning, and then for an answer, which a grammar may bind. Drafts find the same end."""
+    form, budget, rng, bytes_of = REASONING_FORMS[name], 5, random.Random(0), TokenBytes(TOKENIZER)
+    around = {"before": form.open, "lead": form.lead} if form.lead else {}
+    grammar = COMPILER.compile(Grammar("choice", '["yes"]', after=form.close, **around), False) if is_bound else None
+    thinking = Thinking(form.open, form.close, not form.lead, form.lead, budget)
+    matcher, text, found = COMPILER.limit(thinking, grammar), b"", []
+    usual = {i for i in range(3, VOCAB) if bytes_of[i].isalpha()}
+    begun = TOKENIZER.encode(form.open, add_special_tokens=False).ids if form.lead else []
+    for i in range(60):
+        choices = allowed(matcher)
+        token = begun[i] if i < len(begun) else rng.choice([*usual.intersection(choices)] or choices)
+        assert matcher.count_allowed(np.array([token], np.int32)) == 1
+        if len(forced := matcher.forced()):
+            token = int(forced[0])
+            masks = matcher.along(forced)
+            assert len(masks) == len(forced) and matcher.count_allowed(forced) == len(forced)
+        found.append(token)
+        text += bytes_of[token]
+        matcher.advance(token)
+        if matcher.is_stale:
+            COMPILER.compute_masks([matcher])
+        if matcher.is_complete:
+            break
+    reasoning = b"".join(bytes_of[t] for t in found[len(begun) :][:budget])
+    head = form.open.encode() * bool(form.lead) + reasoning + form.close.encode()
+    assert text.startswith(head) and matcher.is_complete == is_bound
+    assert not is_bound or text == head + form.lead.encode() + b"yes"
+    counter = ThinkingCounter(thinking, bytes_of)
+    for token in found:
+        counter.feed(token)
+    assert counter.count == budget and counter.has_closed and counter.is_over == (not form.lead)
+
+
+def test_channels_of_reasoning_do_not_begin_again() -> None:
+    form = REASONING_FORMS["harmony"]
+    matcher = COMPILER.limit(Thinking(form.open, form.close, lead=form.lead, budget=0), None)
+    texts = form.open, form.close, form.open.partition("analysis")[0]
+    for token in itertools.chain(*(TOKENIZER.encode(text, add_special_tokens=False).ids for text in texts)):
+        assert token in allowed(matcher)
+        matcher.advance(token)
+    (other,) = {*range(VOCAB)} - {*allowed(matcher)}
+    assert "analysis".startswith(TOKENIZER.decode([other]))
 
 
 def test_a_grammar_that_becomes_too_large_is_refused_with_its_field() -> None:

@@ -54,7 +54,7 @@ def test_flags_of_other_engines_set_our_options() -> None:
     assert (engine.model, engine.max_seq_len, engine.max_running_requests) == ("m", 32_000, 8)
     assert (engine.cuda_graph_max_bs, engine.tp, engine.attention_backend) == (0, 2, "fa3")
     assert (args.scheduler.cache_type, args.scheduler.sampling_seed, args.scheduler.overlap) == ("naive", 3, False)
-    assert (args.served_model_name, args.load_keys()) == ("a,b", ["k1", "k2", "k3"])
+    assert (args.served_model_name, args.load_keys()) == ("a,b", {"k1": 0, "k2": 0, "k3": 0})
     assert (engine.lora, engine.max_loras) == ("a=/x,b=/y,c=z", 4)
 
 

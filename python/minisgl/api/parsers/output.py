@@ -19,7 +19,7 @@ from minisgl.api.protocol import ChatCompletionRequest
 from minisgl.api.structured import forced_functions
 from minisgl.core.errors import RequestError, unsupported
 from minisgl.core.message import TokenizeMsg
-from minisgl.core.params import Grammar
+from minisgl.core.params import Grammar, Thinking
 from minisgl.core.plan import FinishReason
 from minisgl.tokenizer.template import ChatTemplate
 
@@ -163,11 +163,15 @@ class OutputForms:
         return cls(TOOL_FORMS.get(tool_parser), reasoning, opened, switches)
 
     def prepare(
-        self, request: ChatCompletionRequest, message: TokenizeMsg, customs: frozenset[str] = frozenset()
+        self,
+        request: ChatCompletionRequest,
+        message: TokenizeMsg,
+        customs: frozenset[str] = frozenset(),
+        budget: int | None = None,
     ) -> tuple[TokenizeMsg, Callable[[], OutputParser]]:
         """Return `message` with its grammar and visible markers, and a factory of its parser.
 
-        Calls of the tools named in `customs` get a text instead of arguments.
+        Calls of the tools named in `customs` get a text instead of arguments. `budget`: the most tokens of reasoning.
         Raises `RequestError` for a `tool_choice` that cannot be honoured.
         """
         tools = self.tools if message.tools else None
@@ -180,8 +184,11 @@ class OutputForms:
         elif grammar is not None and reasoning is not None and reasoning.lead and message.add_generation_prompt:
             around = {"before": reasoning.open, "after": reasoning.close, "lead": reasoning.lead}
             grammar = msgspec.structs.replace(grammar, **around)
+        thinking = reasoning and Thinking(reasoning.open, reasoning.close, is_opened, reasoning.lead, budget)
         markers = frozenset().union(*(form.markers for form in (tools, reasoning) if form))
-        params = msgspec.structs.replace(params, grammar=grammar, shown_tokens=tuple(sorted(markers)))
+        params = msgspec.structs.replace(
+            params, grammar=grammar, thinking=thinking, shown_tokens=tuple(sorted(markers))
+        )
         message = msgspec.structs.replace(message, sampling_params=params)
         schemas = {tool["function"]["name"]: tool["function"].get("parameters") for tool in message.tools or ()}
         only_first = request.parallel_tool_calls is False
