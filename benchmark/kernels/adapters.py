@@ -3,10 +3,10 @@
     PYTHONPATH=python python benchmark/kernels/adapters.py [--model 8B] [--rank 16] [--cases 1x1 64x8] [--variants]
 
 A case is tokens x adapters: up to 256 tokens in turns, more in runs. `base` is the projection alone, its activation
-included; `with` is what the engine runs for a step with adapters; `op` is `add_adapters` alone. Microseconds; weights
-and adapters rotate beyond the L2. Results are checked against float32 first. The last line of a case is a layer without
-attention, and what sorts a step's tokens by slot. `--variants` also times both kernels alone with other options, the
-fastest first; one token shrinks in its projection.
+included; `with` is what the engine runs for a step with adapters, `shrink last` the same in another order, `op` what
+adapters add, alone. Microseconds; weights and adapters rotate beyond the L2. Results are checked against float32 first.
+The last line of a case is a layer without attention, and what sorts a step's tokens by slot. `--variants` also times
+both kernels alone with other options and numbers of sums, the fastest first; one token shrinks in its projection.
 """
 
 from __future__ import annotations
@@ -27,6 +27,7 @@ from minisgl.kernels.triton.linear import gemv
 from minisgl.ops import adapters as reference_adapters
 from minisgl.ops import reference
 from minisgl.ops.adapters import AdapterWeights, ModuleRows, TokenSlots
+from minisgl.ops.deferred import finished
 
 SLOTS = 8
 MODULES = {"qkv": (4 / 6, 5 / 6, 1.0), "o": (1.0,), "gate_up": (0.5, 1.0), "down": (1.0,)}  # the ends of their rows
@@ -47,10 +48,23 @@ def with_adapters(x: Tensor, weight: Tensor, added: AdapterWeights, slots: Token
     return adapters.adapted_linear(ops.linear, x, weight, None, gate, slots, added)
 
 
-def project(x: Tensor, weight: Tensor, slots: TokenSlots, added: AdapterWeights, options: Options) -> Tensor:
-    """The shrink of one token, in its projection."""
-    sums = torch.empty(options["SPLITS"], added.a.shape[1], device=GPU)
-    return gemv(x, weight, None, slot=slots.slots, adapters=added, sums=sums)[0]
+def shrink_last(x: Tensor, weight: Tensor, added: AdapterWeights, slots: TokenSlots, gate: str) -> Tensor:
+    """`with_adapters` of several tokens with the projection before the shrink."""
+    first, last = options_of(x, added, gate)
+    y = finished(ops.linear(x, weight, None))
+    return adapters.expand(y, adapters.shrink(x, slots, added, first), slots, added, gate, last)
+
+
+def op(y: Tensor, x: Tensor, added: AdapterWeights, slots: TokenSlots, gate: str) -> Tensor:
+    first, last = options_of(x, added, gate)
+    one = len(x) == 1
+    sums = gemv(x, x[:0], None, slot=slots.slots, adapters=added)[1] if one else adapters.shrink(x, slots, added, first)
+    return adapters.expand(y, sums, slots, added, gate, last)
+
+
+def options_of(x: Tensor, added: AdapterWeights, gate: str) -> tuple[Options, Options]:
+    n_out = added.rows[-1].stop // (2 if gate else 1)
+    return adapters.launch_options(len(x), *added.a.shape, added.rank, n_out, x.dtype)
 
 
 def combined(**values: Sequence[int]) -> list[Options]:
@@ -61,45 +75,38 @@ def time_variants(
     x: Tensor, y: Tensor, sets: list[tuple[Tensor, AdapterWeights]], slots: TokenSlots, gate: str
 ) -> None:
     """Print the times of both kernels with other options, by kernel."""
-    added = sets[0][1]
-    chosen = adapters.launch_options(
-        len(x), *added.a.shape, added.rank, y.shape[1] // (2 if gate else 1), torch.bfloat16
-    )
+    added, chosen = sets[0][1], options_of(x, sets[0][1], gate)
     if len(x) == 1:
-        others = combined(SPLITS=(1, 2, 4, 8)), combined(BLOCK_N=(16, 32, 64, 128, 256), num_warps=(1, 2, 4))
+        shrinks, expands = [], combined(BLOCK_N=(16, 32, 64, 128, 256), num_warps=(1, 2, 4))
     elif len(x) <= MAX_CHAINED:
-        others = combined(SPLITS=(2, 4, 8, 16), BLOCK_K=(128, 256)), combined(BLOCK_N=(32, 64, 128, 256))
-        others = (
-            [*others[0], *combined(BLOCK_T=(32,)), *combined(BLOCK_R=(32,))],
-            [*others[1], *combined(BLOCK_T=(32,)), *combined(BLOCK_N=(128, 256), num_warps=(2, 8))],
-        )
+        shrinks = [*combined(SPLITS=(2, 4, 8, 16), BLOCK_K=(128, 256)), {"BLOCK_T": 32}, {"BLOCK_R": 32}]
+        expands = [
+            *combined(BLOCK_N=(32, 64, 128, 256)),
+            *combined(BLOCK_N=(128, 256), num_warps=(2, 8)),
+            {"BLOCK_T": 32},
+        ]
     else:
-        others = combined(SPLITS=(1, 2, 4), BLOCK_T=(32, 64)), combined(BLOCK_N=(64, 128), num_warps=(4, 8))
-    first = [(other, chosen[0] | other) for other in ({}, *others[0])]
-    last = [(other, chosen[1] | other) for other in ({}, *others[1])]
+        shrinks = combined(SPLITS=(1, 2, 4), BLOCK_T=(32, 64))
+        expands = combined(BLOCK_N=(64, 128), num_warps=(4, 8))
     sums = {n: torch.zeros(n, len(x) * added.a.shape[1], device=GPU) for n in (1, 2, 4, 8, 16)}
-    splits = chosen[0]["SPLITS"]
-    calls: dict[str, dict[str, list[Callable[[], Tensor]]]] = {"shrink": {}, "expand": {}}
-    for other, options in first:
-        calls["shrink"][str(other)] = [
-            partial(project, x, w, slots, a, options) if len(x) == 1 else partial(adapters.shrink, x, slots, a, options)
-            for w, a in sets
-        ]
-    for other, options in last:
-        calls["expand"][str(other)] = [
-            partial(adapters.expand, y, sums[splits], slots, a, gate, options) for _, a in sets
-        ]
+    usual = sums[chosen[0].get("SPLITS", 4)]
+    calls: dict[tuple[str, str], list[Callable[[], Tensor]]] = {}
+    for other in shrinks:
+        options = chosen[0] | other
+        calls["shrink", str(other)] = [partial(adapters.shrink, x, slots, a, options) for _, a in sets]
+    for other in expands:
+        options = chosen[1] | other
+        calls["expand", str(other)] = [partial(adapters.expand, y, usual, slots, a, gate, options) for _, a in sets]
     for n, parts in sums.items():
-        calls["expand"][f"{n} splits"] = [
-            partial(adapters.expand, y, parts, slots, a, gate, chosen[1]) for _, a in sets
-        ]
+        calls["expand", f"{n} sums"] = [partial(adapters.expand, y, parts, slots, a, gate, chosen[1]) for _, a in sets]
     with compile_ahead():
-        for each in calls.values():
-            for same in each.values():
-                same[0]()
-    for name, each in calls.items():
-        times = sorted((time_us(same), other) for other, same in each.items())
-        print(f"    {name} {chosen[name == 'expand']}: " + ", ".join(f"{other} {us:.2f}" for us, other in times))
+        for same in calls.values():
+            same[0]()
+    times = sorted((time_us(same), *key) for key, same in calls.items())
+    for kernel, options in zip(("shrink", "expand"), chosen, strict=True):
+        print(
+            f"    {kernel} {options}: " + ", ".join(f"{other} {us:.2f}" for us, name, other in times if name == kernel)
+        )
 
 
 def main() -> None:
@@ -130,8 +137,10 @@ def main() -> None:
             base = time_us([partial(ops.linear, x, w, None, gate) for w, _ in weights])
             both = time_us([partial(with_adapters, x, w, added, slots, gate) for w, added in weights])
             y = randn(tokens, n_rows)
-            calls = [partial(adapters.add_adapters, y, x, slots, added, gate) for _, added in weights]
+            calls = [partial(op, y, x, added, slots, gate) for _, added in weights]
             line = f"{args.model} {name} x{case}: base {base:.2f}, with {both:.2f} (error {error:.4f})"
+            if tokens > 1:
+                line += f", shrink last {time_us([partial(shrink_last, x, w, a, slots, gate) for w, a in weights]):.2f}"
             print(f"{line}, op {time_us(calls):.2f}", flush=True)
             if args.variants:
                 time_variants(x, y, weights, slots, gate)

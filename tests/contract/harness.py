@@ -100,6 +100,6 @@ class MiniEngine(Stepper):
         )
         penalties = LogitPenalties(ROWS, config.vocab_size, 8, device)
         vocab = VocabParallel(comm, config.vocab_size)
-        pool = None if adapters is None else AdapterPool(model.adapted, adapters, dtype, device)
+        pool = None if adapters is None else AdapterPool(model.adapted, adapters, dtype, device, lambda weights: None)
         parts = Parts(device, table, model, store, kinds, state, penalties, comm, vocab, adapters=pool)
         return cls(MiniRunner(parts))

@@ -190,14 +190,13 @@ Options = dict[str, int]
 def launch_options(
     tokens: int, n_slots: int, n_inner: int, n_in: int, rank: int, n_out: int, dtype: torch.dtype
 ) -> tuple[Options, Options]:
-    """Return the tiles and warps of both kernels. One token shrinks in SPLITS parts of its projection's kernel.
+    """Return the tiles and warps of both kernels.
 
     More than MAX_CHAINED tokens are prompts, with long runs of one adapter.
     """
     if tokens == 1:
         block_r = triton.next_power_of_2(rank)
-        expand = {"RANK": rank, "BLOCK_R": block_r, "BLOCK_N": max(1, 1024 // block_r), "num_warps": 4}
-        return {"SPLITS": min(4, ceil_div(n_in, 1024))}, expand
+        return {}, {"RANK": rank, "BLOCK_R": block_r, "BLOCK_N": max(1, 1024 // block_r), "num_warps": 4}
     is_exact, is_few = dtype is torch.float32, tokens <= MAX_CHAINED  # exact: without tensor cores
     block_t = 16 if is_few or is_exact else 64
     block_r = 16 if is_few or is_exact else min(64, triton.next_power_of_2(n_inner))
@@ -236,19 +235,13 @@ def _most_tiles(tokens: int, count: int, block_t: int) -> int:
     return min(tokens, (tokens + (count + 1) * (block_t - 1)) // block_t)
 
 
-def _new_sums(x: Tensor, weights: AdapterWeights, options: Options) -> Tensor:
-    return empty((options["SPLITS"], len(x) * weights.a.shape[1]), dtype=torch.float32, device=x.device)
-
-
 def shrink(x: Tensor, tokens: TokenSlots, weights: AdapterWeights, options: Options) -> Tensor:
-    """Return parts of a x + shift: float32 [SPLITS, T P r], tokens by slot."""
-    (a, shift), sums = (weights.a, weights.shift), _new_sums(x, weights, options)
-    if len(x) == 1:
-        gemv(x.contiguous(), x[:0], None, slot=tokens.slots, adapters=weights, sums=sums)  # no other outputs
-        return sums
-    grid = ceil_div(a.shape[1], options["BLOCK_R"]), options["SPLITS"], _most_tiles(len(x), len(a), options["BLOCK_T"])
-    _shrink[grid](
-        x, tokens.order, tokens.bounds, a, shift, sums, len(x), len(a), *a.shape[1:], x.stride(0), a.stride(0),
+    """Return parts of a x + shift: float32 [SPLITS, T P r], tokens by slot; of several tokens."""
+    a, shift, (num_slots, n_inner, n_in) = weights.a, weights.shift, weights.a.shape
+    sums = empty((options["SPLITS"], len(x) * n_inner), dtype=torch.float32, device=x.device)
+    most = _most_tiles(len(x), num_slots, options["BLOCK_T"])
+    _shrink[(ceil_div(n_inner, options["BLOCK_R"]), options["SPLITS"], most)](
+        x, tokens.order, tokens.bounds, a, shift, sums, len(x), num_slots, n_inner, n_in, x.stride(0), a.stride(0),
         shift.stride(0), **options, **pdl_options(x.device, len(x) <= MAX_CHAINED),
     )  # fmt: skip
     return sums
@@ -272,10 +265,6 @@ def expand(y: Tensor, sums: Tensor, tokens: TokenSlots, weights: AdapterWeights,
     return out
 
 
-def _options(x: Tensor, weights: AdapterWeights, n_out: int) -> tuple[Options, Options]:
-    return launch_options(len(x), *weights.a.shape, weights.rank, n_out, x.dtype)
-
-
 def adapted_linear(
     linear: Callable[..., Result],
     x: Result,
@@ -285,19 +274,16 @@ def adapted_linear(
     tokens: TokenSlots,
     weights: AdapterWeights,
 ) -> Tensor:
-    """`adapters.adapted_linear`; one token shrinks within the kernel of the projection if this has 16 bits."""
-    x = finished(x)
-    if len(x) != 1 or isinstance(weight, Quantized):
-        return add_adapters(finished(linear(x, weight, bias)), x, tokens, weights, gate)
-    first, last = _options(x, weights, len(weight) // (2 if gate else 1))
-    sums = _new_sums(x, weights, first)
-    y, _ = gemv(x.contiguous(), weight, bias, slot=tokens.slots, adapters=weights, sums=sums)
-    return expand(y, sums, tokens, weights, gate, last)
-
-
-def add_adapters(y: Tensor, x: Tensor, tokens: TokenSlots, weights: AdapterWeights, gate: str = "") -> Tensor:
-    """`adapters.add_adapters` by two kernels, in float32 but for the ranks; overwrites y unless there is a `gate`."""
+    """`adapters.adapted_linear`, in float32 but for the ranks; one token shrinks within a projection in 16 bits."""
+    x, n_out = finished(x), weights.rows[-1].stop // (2 if gate else 1)
     if not len(x):
-        return y[:, : y.shape[1] // 2] if gate else y
-    first, last = _options(x, weights, y.shape[1] // (2 if gate else 1))
-    return expand(y, shrink(x, tokens, weights, first), tokens, weights, gate, last)
+        return finished(linear(x, weight, bias, gate))
+    first, last = launch_options(len(x), *weights.a.shape, weights.rank, n_out, x.dtype)
+    if len(x) == 1 and not isinstance(weight, Quantized):
+        y, sums = gemv(x.contiguous(), weight, bias, slot=tokens.slots, adapters=weights)
+        return expand(y, sums, tokens, weights, gate, last)
+    if len(x) == 1:
+        _, sums = gemv(x.contiguous(), x[:0], None, slot=tokens.slots, adapters=weights)  # without outputs
+    else:
+        sums = shrink(x, tokens, weights, first)
+    return expand(finished(linear(x, weight, bias)), sums, tokens, weights, gate, last)

@@ -24,6 +24,7 @@ from minisgl.ops.adapters import AdapterWeights
 from minisgl.ops.deferred import finished
 
 MAX_GEMM_ROWS: Final = 64
+MAX_PARTS: Final = 4  # of the inputs of an adapter
 NUM_SMS: Final = 132  # of an H100 or H200
 FULL_WAVE: Final = 88  # programs of `gemm`: fewer leave too many SMs idle for a large K
 
@@ -76,7 +77,7 @@ def _shrink_part(
 @triton.jit
 def _gemv(
     x_ptr, residual_ptr, total_ptr, norm_weight_ptr, weight_ptr, bias_ptr, out_ptr, n_out, n_in, eps,
-    slot_ptr, a_ptr, shift_ptr, sums_ptr, n_inner, stride_a, stride_shift,
+    slot_ptr, a_ptr, shift_ptr, n_inner, stride_a, stride_shift,
     BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr, NUM_BLOCKS_K: tl.constexpr, HAS_NORM: tl.constexpr,
     HAS_RESIDUAL: tl.constexpr, GATE: tl.constexpr, HAS_BIAS: tl.constexpr, PDL: tl.constexpr,
     BLOCKS: tl.constexpr, PARTS: tl.constexpr,
@@ -88,7 +89,7 @@ def _gemv(
     pass over x is enough. GATE: weight is [2N, K], gate before up, and out is one of `reference.GATES` of both; "" is a
     plain GEMV. K <= BLOCK_K * NUM_BLOCKS_K.
 
-    With PARTS, the first programs shrink x, which has no norm, to the ranks of an adapter: `sums` [PARTS, n_inner].
+    With PARTS, the first programs shrink x, alone, to the ranks of an adapter: `total` is [PARTS, n_inner] float32.
     """
     program = tl.program_id(0)
     if PARTS:
@@ -97,7 +98,7 @@ def _gemv(
             if PDL:
                 gdc_launch_dependents()
             _shrink_part(
-                x_ptr, slot_ptr, a_ptr, shift_ptr, sums_ptr, program, n_inner, n_in, stride_a, stride_shift,
+                x_ptr, slot_ptr, a_ptr, shift_ptr, total_ptr, program, n_inner, n_in, stride_a, stride_shift,
                 BLOCK_N, BLOCK_K, BLOCKS, PARTS, PDL,
             )  # fmt: skip
             return
@@ -181,12 +182,11 @@ def gemv(
     config: GemvConfig | None = None,
     slot: Tensor | None = None,
     adapters: AdapterWeights | None = None,
-    sums: Tensor | None = None,
 ) -> tuple[Tensor, Tensor]:
     """x [1, K] -> (out [1, N], x + residual [1, K], or x itself without a residual).
 
-    weight [N or 2N, K] in the dtype of x. With `adapters`, `slot` [1] int32 is that of the row, and `sums` [parts, P r]
-    float32 become the parts of a x + shift.
+    weight [N or 2N, K] in the dtype of x. With `adapters`, `slot` [1] int32 is that of the row, and the second result
+    are parts of a x + shift, [parts, P r] float32.
     """
     halves = 2 if gate else 1
     n_out, n_in = weight.shape[0] // halves, weight.shape[1]
@@ -194,12 +194,13 @@ def gemv(
     total = x if residual is None else empty_like(x)
     block_n, block_k, num_warps = config or gemv_config(n_out, n_in)
     num_blocks = triton.cdiv(n_in, block_k)
-    added: tuple[Tensor | int, ...] = (x, x, x, x, 1, 1, 1)
+    added: tuple[Tensor | int, ...] = (x, x, x, 1, 1, 1)
     programs, parts = triton.cdiv(n_out, block_n), 0
     if adapters is not None:
-        assert slot is not None and sums is not None and norm_weight is None, "the row has no slot, or a norm"
-        a, shift, (parts, n_inner) = adapters.a, adapters.shift, sums.shape
-        added = (slot, a, shift, sums, n_inner, a.stride(0), shift.stride(0))
+        assert slot is not None and residual is norm_weight is None, "the row has no slot, or a norm"
+        a, shift, n_inner, parts = adapters.a, adapters.shift, adapters.a.shape[1], min(MAX_PARTS, num_blocks)
+        total = empty((parts, n_inner), dtype=torch.float32, device=x.device)
+        added = (slot, a, shift, n_inner, a.stride(0), shift.stride(0))
         programs += triton.cdiv(n_inner, block_n) * parts
     _gemv[(programs,)](
         x, x if residual is None else residual, total, x if norm_weight is None else norm_weight,
