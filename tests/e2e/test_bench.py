@@ -13,7 +13,7 @@ import pytest
 from e2e.harness import ServerProcess
 from minisgl.__main__ import main
 from minisgl.core.layout import adapter_loads
-from minisgl.core.params import folder_of
+from minisgl.core.params import folder_and_key
 from minisgl.engine.adapters import AdapterPool
 from minisgl.tools.bench.offline import offline_table
 from minisgl.tools.bench.workloads import WORKLOADS
@@ -54,7 +54,7 @@ def test_offline_with_adapters(unused: tuple[str, ...], names: set[str], tmp_pat
     start = AdapterPool.start
 
     def spy(pool: AdapterPool, loads: Any) -> None:
-        used.update(Path(folder_of(source)) for _, source in adapter_loads(loads))
+        used.update(folder_and_key(source)[0] for _, source in adapter_loads(loads))
         start(pool, loads)
 
     adapters = ("--adapters", "2", "--adapter-rank", "4", *unused)

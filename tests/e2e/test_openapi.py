@@ -81,7 +81,8 @@ def run_samples(url: str, operation: dict[str, Any]) -> list[str]:
     return done.stdout.split("\n%\n")[:-1]
 
 
-OTHER_PATHS = ("/v1/embeddings", "/v1/score", "/v1/rerank", "lora_adapter")  # test_score.py and test_adapters.py
+EMBEDDING_PATHS = ("/v1/embeddings", "/v1/score", "/v1/rerank")  # test_score.py runs their samples
+OTHER_PATHS = (*EMBEDDING_PATHS, "lora_adapter")  # and test_adapters.py these
 
 
 @pytest.mark.parametrize("key", sorted(key for key in ENDPOINTS if not key.endswith(OTHER_PATHS)))

@@ -75,7 +75,7 @@ def test_moe_routes_each_token_to_its_experts():
     norm = RMSNorm(b, "n", 4, 0.0)
     torch.nn.init.ones_(norm.weight)
     x, residual = torch.randn(2, 8, 4)
-    out, total = layer.forward(Stream(x, residual.clone()), norm)
+    out, total, _ = layer.forward(Stream(x, residual.clone()), norm)
     torch.testing.assert_close(total, x + residual)
     normed = torch.nn.functional.rms_norm(total, (4,))
     for y, row in zip(out, normed, strict=True):

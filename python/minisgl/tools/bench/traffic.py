@@ -9,13 +9,15 @@ import random
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Final, TypeVar
+from typing import TYPE_CHECKING, Any, Final, TypeVar
 
 from minisgl.core.errors import ConfigError
-from minisgl.core.params import Adapter
 from minisgl.core.rounding import ceil_div
 from minisgl.settings.options import Settings, option
 from minisgl.tools.bench.shapes import SHAPE_HELP
+
+if TYPE_CHECKING:
+    from minisgl.core.params import Adapter
 
 N = TypeVar("N", int, float)
 

@@ -6,13 +6,15 @@ import random
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from itertools import cycle
-from typing import Final
+from typing import TYPE_CHECKING, Final
 
 from minisgl.core.errors import ConfigError
-from minisgl.core.params import Adapter
 from minisgl.settings.options import Settings, option
 from minisgl.tools.bench.shapes import SHAPE_HELP
 from minisgl.tools.bench.traffic import Request
+
+if TYPE_CHECKING:
+    from minisgl.core.params import Adapter
 
 ID_RANGE: Final = 10_000  # the largest token id of a prompt, as in the public benchmark
 MIN_LEN: Final = 100  # shortest prompt and output of workload A

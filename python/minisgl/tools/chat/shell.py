@@ -102,7 +102,7 @@ class Shell:
     def _adapters(self) -> list[str]:
         """The names of the server's adapters; none if it does not list them."""
         with contextlib.suppress(ServerError, OSError):
-            return [model["id"] for model in self._client.get("/v1/models")["data"] if model.get("parent")]
+            return [model["id"] for model in self._client.get("/v1/models").get("data", ()) if model.get("parent")]
         return []
 
     def run(self, read_line: LineReader) -> None:
