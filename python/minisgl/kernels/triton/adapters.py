@@ -66,8 +66,6 @@ def _shrink(
 
     What tokens without an adapter have stays undefined. `norm.py: _embedding` lets TokenSlots be read before the wait.
     """
-    if PDL:
-        gdc_launch_dependents()
     slot, has_adapter, places, token, is_token = _tile(
         order_ptr, bounds_ptr, n_slots, tl.program_id(2), BLOCK_T, BLOCK_S
     )
@@ -84,6 +82,7 @@ def _shrink(
             sectors = start + tl.arange(0, BLOCK_K // SECTOR) * SECTOR
             _prefetch(a_ptrs + tl.minimum(sectors, n_in - 1)[None, :])
         gdc_wait()
+        gdc_launch_dependents()  # the projection: see `pdl_options`
     x_ptrs = x_ptr + token[:, None] * stride_x
     acc = tl.zeros([BLOCK_T, BLOCK_R], tl.float32)
     for start in tl.range(begin, end, BLOCK_K):
