@@ -316,7 +316,7 @@ ADAPTER_KINDS = [("float32", None), ("bfloat16", "int8"), ("bfloat16", None), ("
 ROOM = {"lora_dynamic": "anywhere", "max_loras": 2, "max_lora_rank": 40}
 
 
-def random_adapter(folder: Path, adapted: Sequence[Adapted], rank: int) -> dict[str, LowRank]:
+def random_adapter(folder: Path, _: str, adapted: Sequence[Adapted], *__: object) -> dict[str, LowRank]:
     """Adapter "a" has rank 5 and all modules; "b" has rank 33 with biases, and not all modules."""
     is_first, result = folder.name == "a", {}
     random = torch.Generator().manual_seed(int(is_first))

@@ -11,7 +11,7 @@ import torch
 from torch.testing import assert_close
 
 from minisgl.ops import adapters, reference
-from minisgl.ops.adapters import AdapterWeights, ModuleRows
+from minisgl.ops.adapters import AdapterWeights, ModuleRows, TokenSlots
 from minisgl.ops.reference import Experts
 from minisgl.ops.table import OPS, OpTable, load_ops, resolve_ops
 
@@ -96,7 +96,7 @@ def test_adapters(ops: OpTable, dtype: torch.dtype, tokens: int, case: tuple[int
     x = torch.randn(tokens, n_in + 16).to(dtype)[:, :n_in]
     for choice in (torch.arange(tokens) // 50, torch.arange(tokens) * 7 + 3, torch.zeros(tokens)):
         chosen = (choice % (slots + 1)).int()
-        given = x, projection, bias, gate, chosen, weights
+        given = x, projection, bias, gate, TokenSlots.of(chosen, slots), weights
         got = ops.adapted_linear(ops.linear, *given)
         want = adapters.adapted_linear(reference.linear, *given)
         assert got.dtype == dtype and (chosen == 2).equal(want.isnan().any(1))

@@ -10,7 +10,7 @@ import torch
 
 from minisgl.core.rounding import round_up
 from minisgl.ops import adapters, reference
-from minisgl.ops.adapters import AdapterWeights, ModuleRows
+from minisgl.ops.adapters import AdapterWeights, ModuleRows, TokenSlots
 from minisgl.ops.sampling import noise_bits
 from minisgl.ops.table import load_ops
 
@@ -125,10 +125,11 @@ def test_adapters(case: tuple[int, int, str, tuple[int, ...]], dtype: torch.dtyp
         x = randn(tokens, n_in + 64, dtype=dtype)[:, :n_in]
         order = torch.arange(tokens, device="cuda")
         for chosen in (order // 50 % 2 * 3, order * 7 % 8 + 1, order % (slots + 1)):
-            got = OPS.adapted_linear(OPS.linear, x, projection, None, gate, chosen.int(), weights)
-            given = x.double(), projection.double(), None, gate, chosen.int(), exact
+            of = TokenSlots.of(chosen.int(), slots)
+            got = OPS.adapted_linear(OPS.linear, x, projection, None, gate, of, weights)
+            given = x.double(), projection.double(), None, gate, of, exact
             near(got, adapters.adapted_linear(reference.linear, *given))
-            alone = torch.where(order == tokens - 1, chosen, 0).int()
+            alone = TokenSlots.of(torch.where(order == tokens - 1, chosen, 0).int(), slots)
             assert torch.equal(got[-1], OPS.adapted_linear(OPS.linear, x, projection, None, gate, alone, weights)[-1])
 
 

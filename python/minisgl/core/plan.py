@@ -338,10 +338,10 @@ class Context:
     """What a forward pass needs besides its inputs. It is an argument, never a global.
 
     `mixers` has what each of the model's mixers has prepared. The model stores the outputs [T, H] of the layers that
-    are keys of `taps`; those of the last layer are normalised. `adapters` [T] int32 are as in `layers.linear.Stream`.
+    are keys of `taps`; those of the last layer are normalised. `adapters` are as in `layers.linear.Stream`.
     """
 
     batch: Batch
     mixers: tuple[Any, ...]
     taps: dict[int, Any] = field(default_factory=dict)
-    adapters: torch.Tensor | None = None
+    adapters: Any = None

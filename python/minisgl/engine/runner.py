@@ -14,6 +14,7 @@ from minisgl.core.plan import Batch, BatchPlan, Context, Sampling, StepResult
 from minisgl.core.registry import Registry
 from minisgl.engine.batch import make_batch
 from minisgl.engine.graphs.capture import TAILS
+from minisgl.ops.adapters import TokenSlots
 from minisgl.ops.sampling import rows_per_pass
 
 if TYPE_CHECKING:
@@ -206,9 +207,10 @@ class Parts:
         mixers = tuple(m.prepare(batch, tables[m.group], out_loc[m.group]) for m in self.mixers)
         return Context(batch, mixers, adapters=self.adapters_of(batch.token_rows) if batch.has_adapters else None)
 
-    def adapters_of(self, rows: Tensor) -> Tensor:
-        """Return the slots of the adapters of tokens in `rows` [T]; int32."""
-        return self.state.adapter[rows.long()]
+    def adapters_of(self, rows: Tensor) -> TokenSlots:
+        """Return the slots of the adapters of tokens in `rows` [T]."""
+        assert self.adapters is not None, "there is no room for adapters"
+        return TokenSlots.of(self.state.adapter[rows.long()], self.adapters.sizes.slots)
 
     def hidden(self, input_ids: Tensor, batch: Batch, out_loc: Tensor, taps: dict[int, Tensor] | None = None) -> Stream:
         """What the model makes logits of: the hidden states [S, H] of a step after `begin`; `taps` as in `Context`."""

@@ -18,19 +18,19 @@ from minisgl.ops.deferred import Result, finished
 
 if TYPE_CHECKING:
     from minisgl.layers.builder import Builder, Rows, Size
+    from minisgl.ops.adapters import TokenSlots
     from minisgl.ops.quantized import Quantized
 
 
 class Stream(NamedTuple):
     """The hidden states of T tokens: the sum of `x` [T, H] over the ranks, plus `residual` [T, H].
 
-    Without a residual they are `x`, which is equal on all ranks. `adapters` [T] int32 are the slots of the tokens'
-    adapters (`ops/adapters.py`), None if no token has one.
+    Without a residual they are `x`, which is equal on all ranks. `adapters` are None if no token has one.
     """
 
     x: Result
     residual: Result | None = None
-    adapters: Tensor | None = None
+    adapters: TokenSlots | None = None
 
     def each(self, change: Callable[[Tensor], Tensor]) -> Stream:
         """Return the stream of changed tensors."""
@@ -40,7 +40,7 @@ class Stream(NamedTuple):
     def at(self, tokens: Tensor) -> Stream:
         """Return the hidden states of some of the tokens, int64 [S]."""
         kept = self.each(lambda x: x.index_select(0, tokens))
-        return kept if self.adapters is None else kept._replace(adapters=self.adapters.index_select(0, tokens))
+        return kept if self.adapters is None else kept._replace(adapters=self.adapters.at(tokens))
 
     def of(self, x: Result, residual: Result | None = None) -> Stream:
         """Return the stream of other hidden states of the same tokens."""
@@ -184,7 +184,7 @@ class Linear:
         self._add_norm_linear = builder.ops.add_norm_linear
         self._is_alone = builder.info.size == 1
 
-    def forward(self, x: Result, gate: str = "", adapters: Tensor | None = None) -> Result:
+    def forward(self, x: Result, gate: str = "", adapters: TokenSlots | None = None) -> Result:
         """Project x [T, in_features] -> [T, sum of parts]; `gate` is as in `after_sum_norm`, `adapters` in `Stream`."""
         if adapters is None or self.adapted is None:
             return self._linear(x, self.weight, self.bias, gate)

@@ -24,6 +24,7 @@ if TYPE_CHECKING:
     from minisgl.layers.linear import Norm
     from minisgl.models.layer_sizes import LatentSizes
     from minisgl.models.model_config import ModelConfig
+    from minisgl.ops.adapters import TokenSlots
 
 
 class Attention:
@@ -104,7 +105,9 @@ class Attention:
         projected, gates = (finished(p.forward(normed, "", stream.adapters)) for p in (self.qkv_proj, self.gate))
         return stream.of(self.attend(projected, ctx, stream.adapters, self._gate_function(gates.float())), total)
 
-    def attend(self, qkv: Tensor, ctx: Context, adapters: Tensor | None = None, gates: Tensor | None = None) -> Result:
+    def attend(
+        self, qkv: Tensor, ctx: Context, adapters: TokenSlots | None = None, gates: Tensor | None = None
+    ) -> Result:
         """Return the block's output [T, H] for the projections [T, (Hq + 2 Hk) D], which may be overwritten.
 
         `adapters` are as in `Stream`. `gates` [T, Hq] or [T, Hq D] multiply attention's output.

@@ -18,6 +18,7 @@ if TYPE_CHECKING:
     from minisgl.layers.builder import Builder
     from minisgl.layers.linear import Norm
     from minisgl.models.model_config import ModelConfig
+    from minisgl.ops.adapters import TokenSlots
 
 
 class BesideMLP:
@@ -58,7 +59,7 @@ class LayerInputs:
         self.projection = Linear(builder, {"model.per_layer_model_projection": width}, config.hidden_size, bias=False)
         self.norm = RMSNorm(builder, "model.per_layer_projection_norm", self._size, eps, scale=0.5**0.5)
 
-    def summed(self, ids: Tensor, hidden: Tensor, adapters: Tensor | None) -> Tensor:
+    def summed(self, ids: Tensor, hidden: Tensor, adapters: TokenSlots | None) -> Tensor:
         """Return [layers, T, size] for token ids [T] and their embeddings [T, H]."""
         shape = (-1, self._count, self._size)
         projected = finished(self.projection.forward(hidden, "", adapters)).view(shape)

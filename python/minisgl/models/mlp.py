@@ -18,6 +18,7 @@ if TYPE_CHECKING:
     from minisgl.layers.builder import Builder, Rows
     from minisgl.layers.linear import Norm
     from minisgl.models.model_config import ModelConfig
+    from minisgl.ops.adapters import TokenSlots
 
 
 class GatedMLP:
@@ -119,7 +120,7 @@ class SparseMLP:
         normed, total = (finished(stream.x),) * 2 if norm is None else norm.sum_add(stream)
         return stream.of(self.mix(normed, normed, stream.adapters), total)
 
-    def mix(self, normed: Tensor, routed: Tensor, adapters: Tensor | None) -> Tensor:
+    def mix(self, normed: Tensor, routed: Tensor, adapters: TokenSlots | None) -> Tensor:
         """Return this rank's part of the block's output for its inputs, and those of the router, each [T, H]."""
         logits, factor = self._route(routed)
         out = self._moe(normed, logits, self.weights)

@@ -39,6 +39,31 @@ class ModuleRows(NamedTuple):
     module: int
 
 
+class TokenSlots(NamedTuple):
+    """The slots of the adapters of T tokens, of `num_slots` in all. A slot of 0 means none.
+
+    Kernels compute the tokens of a slot side by side: order[bounds[s] : bounds[s + 1]] are those in slot s. Both are
+    made once a step, by five small kernels that a CUDA graph captures; one token needs none.
+    """
+
+    slots: Tensor  # [T] int32
+    num_slots: int
+    order: Tensor | None = None  # [T] int64
+    bounds: Tensor | None = None  # [num_slots + 2] int32
+
+    @classmethod
+    def of(cls, slots: Tensor, num_slots: int) -> TokenSlots:
+        if len(slots) < 2:
+            return cls(slots, num_slots)
+        ordered, order = slots.sort(stable=True)
+        each = torch.arange(num_slots + 2, dtype=torch.int32, device=slots.device)
+        return cls(slots, num_slots, order, torch.searchsorted(ordered, each, out_int32=True))
+
+    def at(self, tokens: Tensor) -> TokenSlots:
+        """Return those of some of the tokens, int64 [S]."""
+        return TokenSlots.of(self.slots.index_select(0, tokens), self.num_slots)
+
+
 @dataclass(slots=True)
 class AdapterWeights:
     """What the slots hold of a projection: views of one memory (`engine/adapters.py`), which has a slot's all together.
@@ -59,14 +84,14 @@ class AdapterWeights:
         return self.b.shape[2]
 
 
-def add_adapters(y: Tensor, x: Tensor, slots: Tensor, weights: AdapterWeights, gate: str = "") -> Tensor:
-    """Add to the projections y [T, N] of x [T, K] what the adapters in `slots` [T] int32 do, and return the sum.
+def add_adapters(y: Tensor, x: Tensor, tokens: TokenSlots, weights: AdapterWeights, gate: str = "") -> Tensor:
+    """Add to the projections y [T, N] of x [T, K] what the adapters of the tokens do, and return the sum.
 
-    A slot of 0 means none. With `gate`, `gate_and_mul` follows. May overwrite y.
+    With `gate`, `gate_and_mul` follows. May overwrite y.
     """
     rank = weights.rank
-    for slot in {*slots.tolist()} - {0}:
-        at = (slots == slot).nonzero()[:, 0]
+    for slot in {*tokens.slots.tolist()} - {0}:
+        at = (tokens.slots == slot).nonzero()[:, 0]
         a, shift, b = (tensor[slot - 1] for tensor in (weights.a, weights.shift, weights.b))
         inner = F.linear(x[at], a, shift)
         parts = [F.linear(inner[:, p * rank : (p + 1) * rank], b[start:stop]) for start, stop, p in weights.rows]
@@ -80,9 +105,9 @@ def adapted_linear(
     weight: Tensor | Quantized,
     bias: Tensor | None,
     gate: str,
-    slots: Tensor,
+    tokens: TokenSlots,
     weights: AdapterWeights,
 ) -> Tensor:
     """Return `reference.linear` of x [T, K] with what the adapters add; `linear` is the table's own op for it."""
     x = finished(x)
-    return add_adapters(finished(linear(x, weight, bias)), x, slots, weights, gate)
+    return add_adapters(finished(linear(x, weight, bias)), x, tokens, weights, gate)

@@ -210,7 +210,8 @@ class CapturedRunner:
         """Sample `count` tokens, without logits from the shared hidden states."""
         sampling = self._io.sampling(count, tail, has_drafts)
         if logits is None:
-            stream = Stream(*(x[:count] for x in self._hidden))
+            x, *residual = (x[:count] for x in self._hidden)
+            stream = Stream(x, residual[0] if residual else None)
             if self.parts.adapters is not None:
                 stream = stream._replace(adapters=self.parts.adapters_of(sampling.rows))
             logits = self.parts.model.logits(stream)

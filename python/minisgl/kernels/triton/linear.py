@@ -6,7 +6,7 @@ an H200 (`benchmark/kernels/ops.py --all`, 2026-11-21); its floors are bytes of 
 
 from __future__ import annotations
 
-from functools import cache, lru_cache
+from functools import lru_cache
 from typing import Final, NamedTuple
 
 import torch
@@ -17,16 +17,15 @@ from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
 from minisgl.kernels.triton.epilogue import gated
 from minisgl.kernels.triton.gemm import GemmConfig
-from minisgl.kernels.triton.launch import COUNTERS, counters, pdl_options
+from minisgl.kernels.triton.launch import pdl_options
 from minisgl.kernels.triton.norm import add_rms_norm, rms_norm
 from minisgl.kernels.triton.product import Norm
-from minisgl.ops.adapters import AdapterWeights, ModuleRows
+from minisgl.ops.adapters import AdapterWeights
 from minisgl.ops.deferred import finished
 
 MAX_GEMM_ROWS: Final = 64
+MAX_PARTS: Final = 4  # of the inputs of an adapter
 NUM_SMS: Final = 132  # of an H100 or H200
-MAX_PARTS: Final = tl.constexpr(4)  # of the inputs of an adapter
-NOT_READY: Final = tl.constexpr(-1)
 FULL_WAVE: Final = 88  # programs of `gemm`: fewer leave too many SMs idle for a large K
 
 
@@ -54,10 +53,10 @@ def read_x(
 
 @triton.jit
 def _shrink_part(
-    x_ptr, slot_ptr, a_ptr, shift_ptr, inner_ptr, program, n_inner, n_in, stride_a, stride_shift,
+    x_ptr, slot_ptr, a_ptr, shift_ptr, sums_ptr, program, n_inner, n_in, stride_a, stride_shift,
     BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr, BLOCKS: tl.constexpr, PARTS: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
-    """inner[part] = a x over BLOCKS blocks of inputs, of BLOCK_N ranks; the first part includes the shift."""
+    """sums[part] = a x over BLOCKS blocks of inputs, of BLOCK_N ranks; the first part includes the shift."""
     part, offs_r = program % PARTS, program // PARTS * BLOCK_N + tl.arange(0, BLOCK_N)
     first_k = part * BLOCKS * BLOCK_K + tl.arange(0, BLOCK_K)
     slot = tl.load(slot_ptr)  # `norm.py: _embedding` lets slots be read before the wait
@@ -72,26 +71,16 @@ def _shrink_part(
         a = tl.load(a_ptrs + offs_k[None, :], mask=is_rank[:, None] & (offs_k < n_in)[None, :], other=0.0)
         x = tl.load(x_ptr + offs_k, mask=offs_k < n_in, other=0.0)
         acc += a.to(tl.float32) * x.to(tl.float32)[None, :]
-    inner = tl.sum(acc, 1) + shift.to(tl.float32)
-    tl.store(inner_ptr + part * n_inner + offs_r, inner.to(tl.int32, bitcast=True), mask=is_rank)
-
-
-@triton.jit
-def _expanded(inner, inner_ptrs, mask, b):
-    """b inner, once all parts of `inner` are there: a sum is never NOT_READY, since NaN has other bits."""
-    while tl.max(tl.max((inner == NOT_READY).to(tl.int32), 1), 0) > 0:
-        tl.inline_asm_elementwise("nanosleep.u32 100; mov.b32 $0, 0;", "=r,r", [0], tl.int32, False, 1)
-        inner = tl.load(inner_ptrs, mask=mask, other=0, volatile=True)
-    return tl.sum(b.to(tl.float32) * inner.to(tl.float32, bitcast=True), 1)
+    tl.store(sums_ptr + part * n_inner + offs_r, tl.sum(acc, 1) + shift.to(tl.float32), mask=is_rank)
 
 
 @triton.jit
 def _gemv(
     x_ptr, residual_ptr, total_ptr, norm_weight_ptr, weight_ptr, bias_ptr, out_ptr, n_out, n_in, eps,
-    slot_ptr, a_ptr, shift_ptr, b_ptr, columns_ptr, inner_ptr, count_ptr, n_inner, stride_a, stride_shift, stride_b,
+    slot_ptr, a_ptr, shift_ptr, n_inner, stride_a, stride_shift,
     BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr, NUM_BLOCKS_K: tl.constexpr, HAS_NORM: tl.constexpr,
     HAS_RESIDUAL: tl.constexpr, GATE: tl.constexpr, HAS_BIAS: tl.constexpr, PDL: tl.constexpr,
-    RANK: tl.constexpr, BLOCK_R: tl.constexpr, BLOCKS: tl.constexpr, PARTS: tl.constexpr,
+    BLOCKS: tl.constexpr, PARTS: tl.constexpr,
 ):  # fmt: skip
     """out[N] = f(x)[K] weight[N, K]^T; grid (N / BLOCK_N). The weights go straight to registers.
 
@@ -100,18 +89,16 @@ def _gemv(
     pass over x is enough. GATE: weight is [2N, K], gate before up, and out is one of `reference.GATES` of both; "" is a
     plain GEMV. K <= BLOCK_K * NUM_BLOCKS_K.
 
-    With a RANK, `ops/adapters.py` follows, without a norm. The first programs, which are the first to run, compute
-    `inner` [PARTS, n_inner], which is NOT_READY between kernels. All others read it beside their last weights, and add
-    b inner to their own products, which take them longer. The last one resets it.
+    With PARTS, the first programs shrink x, alone, to the ranks of an adapter: `total` is [PARTS, n_inner] float32.
     """
     program = tl.program_id(0)
-    if RANK:
+    if PARTS:
         shrinks = tl.cdiv(n_inner, BLOCK_N) * PARTS
         if program < shrinks:
             if PDL:
                 gdc_launch_dependents()
             _shrink_part(
-                x_ptr, slot_ptr, a_ptr, shift_ptr, inner_ptr, program, n_inner, n_in, stride_a, stride_shift,
+                x_ptr, slot_ptr, a_ptr, shift_ptr, total_ptr, program, n_inner, n_in, stride_a, stride_shift,
                 BLOCK_N, BLOCK_K, BLOCKS, PARTS, PDL,
             )  # fmt: skip
             return
@@ -125,15 +112,6 @@ def _gemv(
         first = tl.load(weight_ptrs + first_k[None, :], mask=(first_k < n_in)[None, :], other=0.0)
         if GATE != "":
             first_up = tl.load(up_ptrs + first_k[None, :], mask=(first_k < n_in)[None, :], other=0.0)
-    if RANK:
-        slot, offs_r = tl.load(slot_ptr), tl.arange(0, MAX_PARTS * BLOCK_R)[None, :]
-        part, rank = offs_r // BLOCK_R, offs_r % BLOCK_R
-        is_inner = ((slot > 0) & (offs_n < n_out))[:, None] & (part < PARTS) & (rank < RANK)
-        b_ptrs = b_ptr + (slot - 1).to(tl.int64) * stride_b + offs_n.to(tl.int64)[:, None] * RANK + rank
-        column = tl.load(columns_ptr + offs_n, mask=offs_n < n_out, other=0)[:, None]
-        inner_ptrs = inner_ptr + part * n_inner + rank + column
-        if GATE != "":
-            column_up = tl.load(columns_ptr + n_out + offs_n, mask=offs_n < n_out, other=0)[:, None]
     if PDL:
         gdc_wait()
     acc = tl.zeros([BLOCK_N, BLOCK_K], tl.float32)
@@ -151,12 +129,6 @@ def _gemv(
                 up = first_up
             else:
                 up = tl.load(up_ptrs + offs_k[None, :], mask=mask[None, :], other=0.0)
-        if RANK and i == NUM_BLOCKS_K - 1:
-            b = tl.load(b_ptrs, mask=is_inner, other=0.0)
-            inner = tl.load(inner_ptrs, mask=is_inner, other=0, volatile=True)
-            if GATE != "":
-                b_up = tl.load(b_ptrs + n_out.to(tl.int64) * RANK, mask=is_inner, other=0.0)
-                inner_up = tl.load(inner_ptrs + column_up - column, mask=is_inner, other=0, volatile=True)
         x, squares = read_x(
             x_ptr, residual_ptr, total_ptr, norm_weight_ptr, squares, offs_k, mask, HAS_NORM, HAS_RESIDUAL
         )
@@ -170,10 +142,6 @@ def _gemv(
         result *= scale
     if GATE != "":
         result_up = tl.sum(acc_up, 1) * scale
-    if RANK:
-        result += _expanded(inner, inner_ptrs, is_inner, b)
-        if GATE != "":
-            result_up += _expanded(inner_up, inner_ptrs + column_up - column, is_inner, b_up)
     if HAS_BIAS:
         result += tl.load(bias_ptr + offs_n, mask=offs_n < n_out, other=0.0).to(tl.float32)
     if GATE != "":
@@ -181,13 +149,6 @@ def _gemv(
             result_up += tl.load(bias_ptr + n_out + offs_n, mask=offs_n < n_out, other=0.0).to(tl.float32)
         result = gated(result, result_up, GATE)
     tl.store(out_ptr + offs_n, result.to(out_ptr.dtype.element_ty), mask=offs_n < n_out)
-    if RANK:
-        last = tl.num_programs(0) - shrinks - 1
-        if tl.atomic_add(count_ptr, 1, sem="relaxed") == last:
-            tl.store(count_ptr, 0)
-            for start in tl.range(0, PARTS * n_inner, BLOCK_K):
-                offs = start + first_k
-                tl.store(inner_ptr + offs, NOT_READY, mask=offs < PARTS * n_inner)
 
 
 class GemvConfig(NamedTuple):
@@ -209,13 +170,6 @@ def gemv_config(n_out: int, n_in: int) -> GemvConfig:
     return GemvConfig(block_n, block_k, max(1, min(4, block_n * block_k // 256)))
 
 
-@cache
-def _columns(rows: tuple[ModuleRows, ...], rank: int, device: torch.device) -> Tensor:
-    """Return where the ranks of each row's module begin; the first call, which is not captured, creates it."""
-    columns = [r.module * rank for r in rows for _ in range(r.start, r.stop)]
-    return torch.tensor(columns, dtype=torch.int32, device=device)
-
-
 def gemv(
     x: Tensor,
     weight: Tensor,
@@ -231,7 +185,8 @@ def gemv(
 ) -> tuple[Tensor, Tensor]:
     """x [1, K] -> (out [1, N], x + residual [1, K], or x itself without a residual).
 
-    weight [N or 2N, K] in the dtype of x. With `adapters`, `slot` [1] int32 is that of the row.
+    weight [N or 2N, K] in the dtype of x. With `adapters`, `slot` [1] int32 is that of the row, and the second result
+    are parts of a x + shift, [parts, P r] float32.
     """
     halves = 2 if gate else 1
     n_out, n_in = weight.shape[0] // halves, weight.shape[1]
@@ -239,28 +194,20 @@ def gemv(
     total = x if residual is None else empty_like(x)
     block_n, block_k, num_warps = config or gemv_config(n_out, n_in)
     num_blocks = triton.cdiv(n_in, block_k)
-    blocks = triton.cdiv(num_blocks, MAX_PARTS.value)
-    parts = triton.cdiv(num_blocks, blocks)
-    added: tuple[Tensor | int, ...] = (x, x, x, x, x, x, x, 1, 1, 1, 1)
-    programs, rank = triton.cdiv(n_out, block_n), 0
+    added: tuple[Tensor | int, ...] = (x, x, x, 1, 1, 1)
+    programs, parts = triton.cdiv(n_out, block_n), 0
     if adapters is not None:
-        assert slot is not None and norm_weight is None, "the row has no slot, or a norm"
-        (a, shift, b), rank, n_inner = (adapters.a, adapters.shift, adapters.b), adapters.rank, adapters.a.shape[1]
-        assert n_inner * parts <= COUNTERS, "the ranks are too many"
-        columns, inner, count = (
-            _columns(adapters.rows, rank, x.device),
-            counters(x.device, NOT_READY.value),
-            counters(x.device),
-        )
-        added = (slot, a, shift, b, columns, inner, count, n_inner, a.stride(0), shift.stride(0), b.stride(0))
+        assert slot is not None and residual is norm_weight is None, "the row has no slot, or a norm"
+        a, shift, n_inner, parts = adapters.a, adapters.shift, adapters.a.shape[1], min(MAX_PARTS, num_blocks)
+        total = empty((parts, n_inner), dtype=torch.float32, device=x.device)
+        added = (slot, a, shift, n_inner, a.stride(0), shift.stride(0))
         programs += triton.cdiv(n_inner, block_n) * parts
     _gemv[(programs,)](
         x, x if residual is None else residual, total, x if norm_weight is None else norm_weight,
         weight, out if bias is None else bias, out, n_out, n_in, eps, *added,
         BLOCK_N=block_n, BLOCK_K=block_k, NUM_BLOCKS_K=num_blocks, HAS_NORM=norm_weight is not None,
-        HAS_RESIDUAL=residual is not None, GATE=gate, HAS_BIAS=bias is not None, RANK=rank,
-        BLOCK_R=triton.next_power_of_2(max(1, rank)), BLOCKS=blocks, PARTS=parts, num_warps=num_warps,
-        **pdl_options(x.device),
+        HAS_RESIDUAL=residual is not None, GATE=gate, HAS_BIAS=bias is not None,
+        BLOCKS=triton.cdiv(num_blocks, max(1, parts)), PARTS=parts, num_warps=num_warps, **pdl_options(x.device),
     )  # fmt: skip
     return out, total
 
