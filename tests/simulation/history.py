@@ -22,7 +22,8 @@ from typing import Any
 from starlette.types import Message
 
 from minisgl.api.frontend import Submission, Timeline
-from minisgl.api.http import DROP, HEADERS, RAW_SEND
+from minisgl.api.http import DROP, HEADERS, LEVEL, MODEL, RAW_SEND
+from minisgl.api.requests import ChosenModel
 from minisgl.api.responses import failure_event, response_to
 from minisgl.core.errors import InvariantError, RequestError
 from minisgl.core.message import (
@@ -41,6 +42,7 @@ from minisgl.scheduler.check import check_idle
 from minisgl.settings.options import EngineConfig
 from simulation.server import (
     BYTES,
+    CLASSES,
     EOS,
     LETTERS,
     STEP_S,
@@ -233,6 +235,7 @@ class History:
             stop=tuple(LETTERS[self._token() - 1] for _ in range(rng.choice((0, 0, 0, 1, 2)))),
             cache_salt="a" if rng.random() < 0.1 else "",
             speculate=number % 8 < 7,
+            priority=number % 5 - 2,
             grammar=grammar,
         )
         kind = rng.choice(("stream",) * 6 + ("body",) * 4 + ("encode", "view", "flush"))
@@ -313,6 +316,7 @@ class History:
             await frontend.flush_cache()
         else:
             scope = {"type": "http", HEADERS: [], RAW_SEND: self._send(client), DROP: lambda: self._drop(client)}
+            scope |= {MODEL: ChosenModel("m"), LEVEL: client.number % len(CLASSES)}
             response = response_to(frontend, [prompt] * client.n, client, client.kind == "stream", client.n)
             await response(scope, self._receive(client), self._send(client))
 

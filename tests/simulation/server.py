@@ -44,6 +44,7 @@ from support.fake_engine import FakeEngine
 from support.fake_grammar import FakeCompiler, LateExecutor
 
 EOS = 0
+CLASSES = "interactive", "batch", "idle"
 LETTERS = "abcdefghijklmnopqrstuvwxyz .,!?-ABCDEFGHIJKLMNO"
 HALVES = bytes.fromhex("c3a9bce282ace4bda0f09f98")  # some of them together make a character
 BYTES = [b"", *(c.encode() for c in LETTERS), *(bytes([b]) for b in HALVES)]  # of each token; EOS is not shown
@@ -164,7 +165,7 @@ class SimulatedServer:
             self.workers[name] = Worker(manager)
             self._add(name, partial(self._run_worker, name, addr))
         with self._sockets(None):
-            self.frontend = FrontendManager(args, engine.limits, Metrics("simulated"))
+            self.frontend = FrontendManager(args, engine.limits, Metrics("simulated", classes=CLASSES))
         dispatcher = self.frontend.dispatcher
         dispatcher._add = self._sockets(None)(dispatcher._add)  # type: ignore[method-assign]
         app: Any = SimpleNamespace(state=SimpleNamespace(frontend=self.frontend))
