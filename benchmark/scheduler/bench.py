@@ -72,7 +72,6 @@ class InstantEngine:
     adapter_slots = 0
     tiers = ()
     bounded = ()
-    adapter_slots = 0
     eos_token_ids = frozenset({1, 2})
     limits = Limits(max_model_len=16_384, vocab_size=150_000)
 
@@ -82,9 +81,6 @@ class InstantEngine:
 
     def step_costs(self) -> None:
         return None
-
-    def read_adapter(self, source: str) -> None:
-        raise NotImplementedError
 
     def describe(self) -> dict[str, str | int | float]:
         return {}
