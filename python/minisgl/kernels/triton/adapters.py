@@ -28,8 +28,8 @@ from minisgl.ops.adapters import AdapterWeights, ModuleRows, TokenSlots
 from minisgl.ops.deferred import Result, finished
 from minisgl.ops.quantized import Quantized
 
-MAX_SPLITS: Final = 4  # an expand reads as many bytes of sums: with 8 that of gate_up takes 10.4 us instead of 7.8
-MIN_LENGTH: Final = 512  # inputs of a split
+MAX_SPLITS: Final = 16
+MIN_LENGTH: Final = 512  # inputs of a split: an expand reads as many bytes of sums as there are splits
 WIDE: Final = 8192  # outputs from which 128 a program still fill half the SMs
 SECTOR: Final = tl.constexpr(16)  # elements of 16 bits that one prefetch brings to L2
 
@@ -199,7 +199,7 @@ def launch_options(
     is_exact, is_few = dtype is torch.float32, tokens <= MAX_CHAINED  # exact: without tensor cores
     block_t = 16 if is_few or is_exact else 64
     block_r = 16 if is_few or is_exact else min(64, triton.next_power_of_2(n_inner))
-    block_k = 64 if is_exact else 128
+    block_k = 64 if is_exact else 256 if is_few else 128
     block_n = 32 if is_exact else 128 if n_out >= WIDE else 64
     programs, splits = ceil_div(tokens, block_t) * ceil_div(n_inner, block_r), 1
     while splits < MAX_SPLITS and 2 * splits * programs <= NUM_SMS and 2 * splits * MIN_LENGTH <= n_in:
