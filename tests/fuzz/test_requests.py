@@ -67,7 +67,7 @@ def serve(body: Any, kind: Any) -> bool:
             assert arrived == msg
             ids = tokenize().tokenize(msg)
             user = UserMsg(uid=1, input_ids=ids_to_bytes(ids), sampling_params=msg.sampling_params)
-            admission.admit(user, 0, lambda length, limit: False)
+            admission.admit(user, 0, lambda length, limit, rank: False)
     except RequestError as e:
         refusal = e
     else:

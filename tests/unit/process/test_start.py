@@ -58,7 +58,7 @@ def test_importing_the_package_imports_nothing_else_and_shows_no_helpers() -> No
     code = f"import sys, minisgl; print({IMPORTED}, [m for m in sys.modules if m.startswith('minisgl')])"
     assert run_on_terminal(code) == ("[] ['minisgl']\n", "")
     public = {name for name in dir(minisgl) if not name.startswith("__")}
-    assert public == {"LLM", "AsyncLLM", "SamplingParams", "Completion", "Grammar", "Piece"}
+    assert public == {"LLM", "AsyncLLM", "SamplingParams", "Completion", "Grammar", "Piece", "Thinking"}
     assert all(hasattr(minisgl, name) for name in dir(minisgl))
     with pytest.raises(AttributeError, match="no attribute 'LMM'"):
         minisgl.LMM  # noqa: B018
