@@ -35,9 +35,11 @@ TURNS = ("test_chunked_prefill", "test_step_without_sampling", "test_bfloat16_is
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """Leave two of three models on the portable build, and on some ways, to `make soak`."""
+    """Leave two of three models on the portable build, and on some ways, to `make soak`; and there its company."""
     for item in items:
         params = item.callspec.params if isinstance(item, pytest.Function) and hasattr(item, "callspec") else {}
+        if "depend_on_the_company" in item.name and params["isa"] == ISAS[-1] != ISAS[0]:
+            item.add_marker(pytest.mark.slow)
         if "checkpoint" not in params:
             continue
         turn = next((i for i, mark in enumerate(TURNS) if mark in item.name), None)
